@@ -483,7 +483,7 @@ def test_what_is_not_there(files: OpenedStore, tmp_path: Path, capsys: pytest.Ca
     message = answer(capsys, *on(f"{files.url}/run", tmp_path, f"model.path={files.url}/no"))
     assert f"model.path {files.url}/no does not exist" in message
     message = answer(capsys, "sft", "--resume", f"{files.url}/no")
-    assert f"--resume {files.url}/no: it holds no config.yaml" in message
+    assert f"--resume {files.url}/no: no config.yaml there" in message
 
 
 def test_a_bad_row_is_called_by_its_url(files: OpenedStore, tmp_path: Path) -> None:

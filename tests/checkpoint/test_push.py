@@ -360,7 +360,9 @@ class UseHub:
         self.kept.__enter__()
 
 
-@pytest.mark.parametrize(("fault", "message"), [(401, "hf auth login"), (403, "may not write"), (0, "HF_HUB_OFFLINE")])
+@pytest.mark.parametrize(
+    ("fault", "message"), [(401, "hf auth login"), (403, "no write access"), (0, "HF_HUB_OFFLINE")]
+)
 def test_what_cannot_be_uploaded_to_is_an_error_before_the_run(fault: int, message: str, tmp_path: Path) -> None:
     words = ["sft", f"model.path={inputs()}/model", f"data.path={inputs()}/chats.jsonl", f"run.dir={tmp_path}/run",
              "checkpoint.push=me/model", "--nproc", "2"]  # fmt: skip

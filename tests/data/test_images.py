@@ -323,7 +323,7 @@ def test_an_image_that_fills_the_memory_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(MemoryError) as caught:
         image_files.measure_image(image, "d.jsonl:3", ImageChecks())
     assert caught.value.__notes__ == [
-        "d.jsonl:3 (in the row): there is no memory to decode this image. Make it smaller, or leave it out."
+        "d.jsonl:3 (in the row): not enough memory to decode this image. Make it smaller, or remove it."
     ]
 
 
@@ -350,14 +350,14 @@ JPEG = encoded(CAT, "JPEG")
 BAD_IMAGES = {
     "missing.png": (None, "there is no such file. Paths are relative to the file of the row"),
     "empty.png": (b"", "is empty"),
-    "text.png": (b"not an image", "is no image that can be read (formats: PNG, JPEG"),
+    "text.png": (b"not an image", "is not a readable image (formats: PNG, JPEG"),
     "truncated.jpg": (JPEG[: len(JPEG) // 2], "is damaged: "),
     "truncated.png": (encoded(CAT)[:200], "is damaged: "),
     "large.png": (bomb(12_000, 12_000), "12,000 x 12,000 pixels, more than data.max_image_pixels = 89,478,485"),
     "bomb.png": (bomb(100_000, 100_000), "pixels"),
     "deep.png": (encoded(Image.new("I;16", (9, 9))), "16 bits for a pixel"),
     "narrow.png": (encoded(Image.new("RGB", (900, 3))), "processor refuses images of 900 x 3 pixels"),
-    "program.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "is no image that can be"),
+    "program.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "is not a readable image"),
 }
 
 
@@ -393,14 +393,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "null": (user("<image>a", images=[None]), "`images` holds null"),
     "number": (user("a", images=[3]), "an image is a path, a data: URI, base64, or {bytes, path}"),
     "bad base64": (user([{"type": "image", "image": "data:image/png;base64,@@"}]), "is not valid base64"),
-    "no base64": (user([{"type": "image", "image": "data:image/png,abc"}]), "is no data: URI of base64"),
-    "URL": (user("<image>", images=["https://example.com/a.png"]), "is fetched only with data.fetch_images=true"),
+    "no base64": (user([{"type": "image", "image": "data:image/png,abc"}]), "is not a data: URI of base64"),
+    "URL": (user("<image>", images=["https://example.com/a.png"]), "fetches URLs only with data.fetch_images=true"),
     "audio": (user([{"type": "audio", "audio": "a.wav"}]), 'of type "audio": weft reads text, images and videos'),
-    "audios": (user("a", audios=["a.wav"]), "`audios` is not read in this version, where text, images and videos are"),
-    "mark": (user("What is <|image_pad|>?"), "a text holds <|image_pad|>, with which this model marks the place"),
-    "text": ({"text": "a", "images": ["a"]}, "`text` has no messages, to which images belong"),
+    "audios": (
+        user("a", audios=["a.wav"]),
+        "`audios` is not supported in this version, which reads text, images and videos",
+    ),
+    "mark": (user("What is <|image_pad|>?"), "a text contains <|image_pad|>, this model's placeholder"),
+    "text": ({"text": "a", "images": ["a"]}, "`text` has no messages, which images need"),
     "half a letter": (user("a", images=["~\ud800/a.png"]), "half of a surrogate pair"),
-    "no URL": (user("a", images=["file://[a/b.png"]), "is no file: URL"),
+    "no URL": (user("a", images=["file://[a/b.png"]), "is not a valid file: URL"),
     "no user": ({"messages": [{"role": "assistant", "content": "b"}], "images": ["a"]}, "no message of the user"),
 }
 
@@ -416,7 +419,7 @@ def test_rows_with_images_that_are_refused(name: str, qwen: tuple[PreTrainedToke
 def test_a_template_that_renders_no_images_is_named(qwen: tuple[PreTrainedTokenizerBase, Images]) -> None:
     chatml = byte_tokenizer().chat_template
     with pytest.raises(
-        UserError, match=r"data\[0\]: has 1 images, and the chat template writes 0 places .*data.chat_te"
+        UserError, match=r"data\[0\]: has 1 images, but the chat template writes 0 placeholders .*data.chat_te"
     ):
         read([question("What?", "a cat", [CAT])], qwen, encoding=Encoding(chat_template=chatml))
 
@@ -612,7 +615,7 @@ def test_a_server_that_sends_a_byte_at_a_time_is_left(
         thread = threading.Thread(target=serve)
         thread.start()
         row = question("What?", "a cat", [f"{scheme}://127.0.0.1:{listener.getsockname()[1]}/cat.png"])
-        with pytest.raises(UserError, match="cannot be fetched: it has not come within"):
+        with pytest.raises(UserError, match="cannot be fetched: it did not arrive within"):
             read([row], loaded(models("qwen2_5_vl"), ImageChecks(fetch=True)))
         thread.join()
 

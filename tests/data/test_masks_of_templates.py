@@ -282,11 +282,11 @@ def test_what_stays_unclear_is_refused_and_shown(template: str, messages: list[A
     [
         ({"messages": [user("a") | {"train": True}, answer("b")]}, "message 1 has `train: true`"),
         ({"messages": [user("a"), answer("b", train="no")]}, "`train` must be true or false"),
-        ({"messages": [user("a"), answer("b")], "tools": "[oops"}, "`tools` is no JSON"),
+        ({"messages": [user("a"), answer("b")], "tools": "[oops"}, "`tools` is not valid JSON"),
         ({"messages": [user("a"), answer("b")], "tools": {"a": 1}}, "`tools` must be a list"),
         (
             {"messages": [user("a"), answer("", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]},
-            "message 2: `arguments` is no JSON",
+            "message 2: `arguments` is not valid JSON",
         ),
     ],
 )

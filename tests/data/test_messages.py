@@ -84,7 +84,10 @@ def test_marks_of_other_trainers_say_what_is_trained(mark: dict[str, Any]) -> No
         ({"loss_scale": 0.3}, "`loss_scale` is 0.3"),
         ({"loss_mask": "0"}, '`loss_mask` is "0"'),
         ({"loss": False, "trainable": True}, "`loss` and `trainable` contradict each other"),
-        ({"mask": True}, "`mask`: it is ambiguous: some trainers mark trained messages with it, others untrained ones"),
+        (
+            {"mask": True},
+            "`mask`: it is ambiguous: it marks trained messages for some trainers, untrained messages for others",
+        ),
         ({"mask": 0}, "data.ignore=[mask]"),
         ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "`train_detail`"),
         ({"label_mask": 0}, "`label_mask`, which neither weft nor the chat template reads"),
@@ -166,8 +169,8 @@ def test_thoughts_under_every_name_are_rendered(name: str) -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (answer("One.", reasoning="Hm.", thinking="No."), "two thoughts that differ"),
-        (answer("Hm. One.", thought="Hm."), "is in `content`, too, and would be trained twice"),
+        (answer("One.", reasoning="Hm.", thinking="No."), "which differ"),
+        (answer("Hm. One.", thought="Hm."), "is also in `content`, and would be trained twice"),
         (answer("One.", reasoning={"text": "Hm."}), "`reasoning` must be a string"),
         (answer("One.", chain_of_thought="Hm."), "`chain_of_thought`, which neither weft nor the chat template reads"),
         (answer("One.", scratchpad="Hm."), "data.ignore=[scratchpad]"),
@@ -342,8 +345,8 @@ def test_columns_that_say_what_is_trained(columns: dict[str, Any]) -> None:
         ({"mask_prompt": False}, "data.ignore=[mask_prompt]"),
         ({"mask": "Assistant"}, "`mask`, which is ambiguous"),
         ({"mask": [0, 1]}, "`mask`, which is ambiguous"),
-        ({"history": [["a", "b"]]}, "`history` beside its messages"),
-        ({"system": "A.", "system_prompt": "B."}, "`system` and `system_prompt`, and they differ"),
+        ({"history": [["a", "b"]]}, "`history` in addition to messages"),
+        ({"system": "A.", "system_prompt": "B."}, "`system` and `system_prompt` differ"),
         ({"enable_thinking": "on"}, "`enable_thinking` must be true or false"),
         ({"image": "cat.jpg"}, "data.columns={images: image}"),
         ({"audio": {"path": "a.wav"}}, "`audio` is not read"),
@@ -727,7 +730,7 @@ def test_an_answer_to_a_result_of_any_role_has_the_header_of_such_answers(role: 
 
 
 def test_unknown_roles_are_refused_as_before() -> None:
-    with pytest.raises(UserError, match="weft does not know the role"):
+    with pytest.raises(UserError, match="is unknown to weft"):
         read_messages("d:1", "messages", [{"role": "narrator", "content": "a"}])
 
 

@@ -108,7 +108,7 @@ def test_held_out_documents_that_are_trained_on_are_counted(long: str, tmp_path:
     lines = read_run_data(load_config([], [*words, f"eval.path={tmp_path}/held.jsonl"], SftConfig)).held_out.lines()
     (hint,) = [line for line in lines if line.startswith("hint")]
     assert "2 of the 5 held-out documents are in the training data, too" in hint
-    assert f"{tmp_path}/held.jsonl:1 is the same as {tmp_path}/train.jsonl:8." in hint
+    assert f"{tmp_path}/held.jsonl:1 equals {tmp_path}/train.jsonl:8." in hint
     named = read_run_data(load_config([], [*words, f"eval.sources=[{{name: new, path: {tmp_path}/held.jsonl}}]"]))
     assert any(line.startswith("hint     new: 2 of the 5") for line in named.held_out.lines())
     assert not any(
@@ -297,7 +297,7 @@ def test_data_in_memory(tmp_path: Path) -> None:
     dataset, _ = load_documents(datasets.Dataset.from_list(ROWS), tokenizer, max_length=100)
     assert flat(listed) == flat(dataset)
     assert listed[2].source == dataset[2].source == "data[2]"
-    with pytest.raises(UserError, match=r"data: each document must be a dict of columns, and one is a str"):
+    with pytest.raises(UserError, match=r"data: each document must be a dict of columns, but one is a str"):
         load_documents(["text"], tokenizer, max_length=100)
     with pytest.raises(UserError, match=r"data\[1\]: has `body`"):
         load_documents([*ROWS[:1], {"body": "a"}], tokenizer, max_length=100)
@@ -342,9 +342,9 @@ def test_splits_of_a_saved_dataset(tmp_path: Path) -> None:
     assert values(path) == ROWS[:5]
     assert values(path, split="test[1:]") == ROWS[6:]
     assert records(path, split="test")[1].location == f"{path}:test[1]"
-    with pytest.raises(UserError, match=r"has no split valid; set data\.split to train or test"):
+    with pytest.raises(UserError, match=r"has no split valid. Set data\.split to train or test"):
         records(path, split="valid")
-    with pytest.raises(UserError, match=r"is a file, which has no split called train"):
+    with pytest.raises(UserError, match=r"is a file, which has no split train"):
         records(write_jsonl_file(tmp_path), split="train")
     with pytest.raises(UserError, match=r"data\.subset: .* is not a dataset on the hub"):
         records(path, subset="main")
@@ -450,7 +450,7 @@ def flat_of_roles(path: Path, *overrides: str) -> tuple[Any, str]:
     try:
         return flat(load_documents(config.data, byte_tokenizer(), max_length=100)[0]), ""
     except UserError as error:
-        return None, re.findall(r"weft does not know the role .* Set '(data\.roles=\{.*?\})'", str(error))[0]
+        return None, re.findall(r"is unknown to weft.* Set '(data\.roles=\{.*?\})'", str(error))[0]
 
 
 @pytest.mark.covers("data.roles")

@@ -56,7 +56,7 @@ def test_a_column_names_the_teacher(tmp_path: Any) -> None:
     documents = load(tmp_path, *rows, teachers=("math", "code"), teacher_column="subject", listed=("math",))
     assert documents.teachers.tolist() == [1, 0]
     assert [IDS in document.arrays for document in documents] == [False, True]
-    for value, message in (("art", "`subject` is 'art', which is no name of distill.teachers: there are math, code"),
+    for value, message in (("art", "`subject` is 'art', which is not a name in distill.teachers. Names: math, code"),
                            (None, "has no `subject`")):  # fmt: skip
         with pytest.raises(UserError, match=f"rows.jsonl:1: {message}"):
             load(tmp_path, ROW | {"subject": value}, teachers=("math", "code"), teacher_column="subject")
@@ -69,13 +69,13 @@ def test_a_column_names_the_teacher(tmp_path: Any) -> None:
         ({IDS: "7 8"}, "must be a list of lists"),
         ({IDS: [[7, 1]], LOGPROBS: [[-1.0, -1.0]]}, "has 1 entries, but the document has 4 tokens, of which 2 are"),
         ({IDS: [[7], [8]]}, "entry 0 has 1 ids and 2 log-probabilities"),
-        ({IDS: [[7, 1], [8], [9]]}, "`teacher_top_ids` has 3 entries, and `teacher_top_logprobs` 2"),
+        ({IDS: [[7, 1], [8], [9]]}, "`teacher_top_ids` has 3 entries, but `teacher_top_logprobs` has 2"),
         ({IDS: [[7, 7], [8]]}, "entry 0 .* has an id twice"),
-        ({IDS: [[7, -1], [8]]}, "entry 0 .* has an id that is no token's"),
+        ({IDS: [[7, -1], [8]]}, "entry 0 .* has an id that is not a token"),
         ({IDS: [[7, 1.5], [8]]}, "must hold lists of integers"),
         ({IDS: [[7, 1], [264]]}, "`teacher_top_ids` has id 264, but the model's vocabulary has 264"),
         ({LOGPROBS: [[-0.5, 0.5], [-0.25]]}, "entry 0 .* log-probability that is not a finite number up to 0"),
-        ({LOGPROBS: [[-0.5, -0.6], [-0.25]]}, "entry 0 .* sum is above 1: are these logits"),
+        ({LOGPROBS: [[-0.5, -0.6], [-0.25]]}, "entry 0 .* sum above 1. Write log-probabilities, not logits"),
         ({IDS: [[7, 1], []], LOGPROBS: [[-0.5, -1.5], []]}, "token 3 is trained, and its entry .* is empty"),
     ],
 )

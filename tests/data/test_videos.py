@@ -363,8 +363,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         question_row(video("gone.gif")),
         "No such file or directory. Paths are relative to the file of the row",
     ),
-    "still": (question_row(video(small_film()[0])), "is a still image. A video is a folder of frames"),
-    "one frame": (question_row(video(small_film(1))), "a video has one frame: write it as an image"),
+    "still": (question_row(video(small_film()[0])), "is a still image. A video is a folder or list of frames"),
+    "one frame": (question_row(video(small_film(1))), "a video has one frame. Write it as an image"),
     "no frames": (question_row(video([])), "a video has no frames"),
     "sizes": (question_row(video([*small_film(), base64.b64encode(encoded(picture(8, 8))).decode()])), "have one size"),
     "container": (
@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rate of a file": (
         question_row(video(base64.b64encode(animation(film(2))).decode(), sample_fps=2)),
-        "`sample_fps` is of a list or folder",
+        "`sample_fps` is only for a list or folder",
     ),
     "number": (
         question_row(video(3)),
@@ -381,22 +381,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rate": (
         question_row(video(small_film(), sample_fps=0)),
-        "`sample_fps` must be the frames of a second, above 0, not 0",
+        "`sample_fps` must be the frames per second, above 0, not 0",
     ),
     "fps": (question_row(video(small_film(), fps=1)), "`fps` of a video is not read: set data.video"),
-    "many": (question_row(video(small_film(9))), "has 9 frames, all of which would be taken, and data.video allows 8"),
-    "URL": (question_row(video("https://example.com/a.gif")), "is fetched only with data.fetch_images=true"),
+    "many": (question_row(video(small_film(9))), "has 9 frames, but data.video allows 8"),
+    "URL": (question_row(video("https://example.com/a.gif")), "fetches URLs only with data.fetch_images=true"),
     "URL of a frame": (
         question_row(video([small_film()[0], "https://example.com/a.png"])),
-        "only whole videos are fetched",
+        "weft fetches only complete videos",
     ),
     "places": (
         question_row("<video><video>", videos=[small_film()]),
         "has 1 video in `videos` and 2 places for them (<video>",
     ),
     "no place": (question_row(video(None)), "has 0 videos in `videos` and 1 place"),
-    "mark": (question_row("What is <|video_pad|>?"), "a text holds <|video_pad|>"),
-    "text": ({"text": "a", "videos": ["a"]}, "`text` has no messages, to which videos belong"),
+    "mark": (question_row("What is <|video_pad|>?"), "a text contains <|video_pad|>"),
+    "text": ({"text": "a", "videos": ["a"]}, "`text` has no messages, which videos need"),
     "message": ({"messages": [{"role": "user", "content": "a", "videos": ["a"]}]}, "`videos` of a message is not read"),
 }
 

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, Write, str]] = {
     "a large row of Parquet": ("d.parquet", table(text=["a", "x" * (2 << 20)]), r"d.parquet\[[01]\]: is larger"),
     "a large row among small ones": (
         "d.parquet", table(text=["a"] * 50 + ["x" * (2 << 20)]), r"d.parquet\[50\]: is larger"),
-    "no Parquet": ("d.parquet", put(b"PAR1" + b"\xff" * 100 + b"PAR1"), "d.parquet: is not a Parquet file"),
+    "no Parquet": ("d.parquet", put(b"PAR1" + b"\xff" * 100 + b"PAR1"), "d.parquet: is not a readable Parquet file"),
 }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def test_a_file_that_changes_between_digest_and_reading() -> None:
     part = open_file(str(path))
     path.write_bytes(GOOD * 2)
     assert part.digest is not None
-    with pytest.raises(UserError, match="has changed while it was read"):
+    with pytest.raises(UserError, match="has changed while weft read it"):
         part.digest()
 
 

@@ -213,7 +213,10 @@ def test_the_images_of_the_examples_are_read(checkout: Path, capsys: pytest.Capt
             "rollout.max_prompt_tokens=5",
             "additions.jsonl:1: 1 of 1 prompts are longer than rollout.max_prompt_tokens = 5",
         ),
-        ("data.columns={prompt: question}", "prompt is to be `question`, but there is no `question` among `prompt`"),
+        (
+            "data.columns={prompt: question}",
+            "data.columns reads prompt from `question`, but there is no `question` among `prompt`",
+        ),
     ],
 )
 def test_a_dry_run_tells_what_a_run_would_be_refused_for(

@@ -144,7 +144,7 @@ def test_a_terminal_takes_images(
 
 REFUSED = {
     "none.png": r"--image \(.*none\.png\): there is no such file\.$",
-    "text.png": r"text\.png\): is no image that can be read \(formats: .*\)\.$",
+    "text.png": r"text\.png\): is not a readable image read \(formats: .*\)\.$",
     "cut.png": r"cut\.png\): is damaged: image file is truncated",
     "thin.png": r"thin\.png\): the model's processor refuses images of 900 x 2 pixels: ",
     ".": r"is a directory, not an image",

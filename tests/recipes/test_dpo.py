@@ -361,9 +361,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are equal"),
     ({"prompt": "q", "chosen": "", "rejected": "a"}, "`chosen` is empty"),
     ({"prompt": "q", "chosen": "a", "rejected": 3}, "must be text or messages"),
-    ({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]}, "write both as text"),
+    ({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]}, "Write both as text"),
     ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "no common beginning"),
-    ({"chosen": [user("q")], "rejected": [user("q"), assistant("b")]}, "no answer behind"),
+    ({"chosen": [user("q")], "rejected": [user("q"), assistant("b")]}, "no answer after"),
     ({"prompt": "q", "completion": "a"}, "preferences need"),
     ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "`margin` must be a number"),
     ({"chosen": "the same", "rejected": "the same and more"}, None),  # type: ignore[list-item]
@@ -391,7 +391,7 @@ def test_answers_that_are_equal_after_truncation_are_named(tmp_path: Path) -> No
     row = {"prompt": "q", "chosen": "a" * 60 + "x", "rejected": "a" * 60 + "y"}
     rows, cut = [{"prompt": "q", "chosen": "a", "rejected": "b"}, row], {"data.max_length": 30}
     keys = {**cut, "data.long_documents": "truncate"}
-    with pytest.raises(UserError, match=r"rows.jsonl:2: both answers are the same in their first 30 tokens"):
+    with pytest.raises(UserError, match=r"rows.jsonl:2: both answers are equal after truncation to 30 tokens"):
         pair_rows(tmp_path, *rows, **keys)
     assert len(pair_rows(tmp_path, *rows, **keys, **{"data.bad_rows": "drop"})) == 2
     assert len(pair_rows(tmp_path, *rows)) == 4
@@ -493,7 +493,7 @@ def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     other_model = tmp_path / "other"
     shutil.copytree(models("llama")[1], other_model)
     metaspace_tokenizer().save_pretrained(other_model)
-    with pytest.raises(UserError, match="reference.path: the tokenizer of .* is another one .*the same family"):
+    with pytest.raises(UserError, match="reference.path: the tokenizers of .* differ.*the same family"):
         dpo.Dpo(config_of(tmp_path, **{"reference.path": str(other_model)}))
 
 

@@ -201,7 +201,7 @@ def test_steps_are_learnt(weft: Weft, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "words", "expected"), [
-    ([{"prompt": "to anna", "completion": "rain"}], ["reward.loss=regression"], "no `label`: say in data.columns"),
+    ([{"prompt": "to anna", "completion": "rain"}], ["reward.loss=regression"], "no `label`. Name the column"),
     ([{"prompt": "to anna", "completion": "rain", "label": "good"}], ["reward.loss=regression"], "must be a number"),
     ([{"prompt": "to anna", "completion": "rain", "label": 2}], ["reward.loss=classification"], "classes are 0 to 1"),
     ([{"prompt": "to anna", "completions": ["a"], "labels": [None]}], ["reward.loss=process"], "or false, not None"),

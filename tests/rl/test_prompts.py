@@ -133,7 +133,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
     )
     (line,) = HeldOutPrompts({"": held_out}).leaks(training)
     assert line.startswith("hint     1 of the 2 held-out prompts are in the training data, too")
-    assert "data[1] is the same as data[1]" in line
+    assert "data[1] equals data[1]" in line
     assert HeldOutPrompts({"new": read([{"prompt": "e"}])}).leaks(training) == []
 
 
@@ -276,11 +276,11 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
         ),
         (
             {"prompt": [{"role": "user", "content": "<video>a"}], "videos": ["x"]},
-            "`videos` is not read in this version, where text and images are",
+            "`videos` is not supported in this version, which reads text and images",
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]},
-            'is of type "video": only text and images are read here',
+            'is of type "video": weft reads only text and images here',
         ),
     ],
     ids=[

@@ -154,7 +154,7 @@ def test_a_reply_that_cannot_be_taken_costs_its_sample(data: Path, tmp_path: Pat
     sample, _ = play(prompt, episodes(images), tmp_path)
     assert not sample.trained and "a.png): there is no such file" in sample.notes["error"]
     sample, _ = play(prompt, episodes(images), data, ask="<|image_pad|>")
-    assert not sample.trained and "a text holds <|image_pad|>" in sample.notes["error"]
+    assert not sample.trained and "a text contains <|image_pad|>" in sample.notes["error"]
     for reply in (Reply(text="<|image_pad|>"), Reply(tokens=[prompt.placeholders[0]])):
         with pytest.raises(EnvironmentFailure, match="replied with a placeholder token of an image"):
             episodes(images).reply_tokens(prompt, reply, True, None)

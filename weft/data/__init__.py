@@ -1,1 +1,1 @@
-"""Data: rows -> Documents with loss weights, and the order in which optimizer steps take them."""
+"""Data: converts rows to Documents with loss weights, and defines their order in optimizer steps."""

@@ -1,4 +1,4 @@
-"""Blocks: the pieces of a source that one process reads and tokenises at a time. Blocks are sent to worker processes.
+"""Blocks: parts of a source. A process reads and tokenises one block at a time; blocks are sent to worker processes.
 
 A source that cannot be read raises UserError. A row that is not a valid document is passed to the callback `bad`; the
 row is skipped if the callback returns.
@@ -38,9 +38,9 @@ _Line = TypeVar("_Line", str, bytes, covariant=True)
 class SourceRow:
     """One row of a source.
 
-    number: the number of its line (from 1), or its index (from 0). location: its name in messages. values: with nulls
-    where the data have them. escaped: whether the text may hold half of a surrogate pair. position: as in Record.
-    cleaners: as in _ColumnConverters.
+    number: the number of its line (from 1), or its index (from 0). location: its name in messages. values: include the
+    data's nulls. escaped: whether the text may contain half of a surrogate pair. position: as in Record. cleaners: as
+    in _ColumnConverters.
     """
 
     number: int
@@ -51,17 +51,17 @@ class SourceRow:
     cleaners: Mapping[str, _Convert] = field(default_factory=dict)
 
     def cleaned(self) -> Mapping[str, Any]:
-        """The values without null entries in the structs of an Arrow table, for what is rendered and trained.
+        """The values for rendering and training: without the null entries in structs of an Arrow table.
 
-        Every struct of a table has the keys of all structs, so an entry that is null cannot be told from one that the
-        object never had: TRL removes both, too. Nulls of columns, lists and Json() values stay.
+        Every struct of a table has the keys of all structs, so a null entry cannot be distinguished from a missing one;
+        like TRL, weft removes both. Nulls in columns, lists and Json() values stay.
         """
         if not self.cleaners:
             return self.values
         return {**self.values, **{name: clean(self.values[name]) for name, clean in self.cleaners.items()}}
 
 
-OnBad = Callable[[int, UserError], None]  # (number of the row, what is wrong with it)
+OnBad = Callable[[int, UserError], None]  # (number of the row, its error)
 
 
 def raise_bad_row(number: int, error: UserError) -> None:
@@ -70,25 +70,25 @@ def raise_bad_row(number: int, error: UserError) -> None:
 
 
 def with_skip_advice(error: UserError) -> UserError:
-    """Returns the error of a bad row with the advice to set data.bad_rows=drop."""
+    """Returns the error of a bad row, with advice to set data.bad_rows=drop added."""
     text = str(error)
     return UserError(f"{text}{'' if text.endswith(('.', '?')) else '.'} Or skip such rows with data.bad_rows=drop.")
 
 
 class Block(Protocol):
-    """size: bytes of the source that the block covers, about."""
+    """size: approximate bytes of the block in the source."""
 
     @property
     def size(self) -> int: ...
 
     def folder(self) -> str:
-        """The folder that paths in the rows are relative to."""
+        """The folder to which paths in the rows are relative."""
 
     def rows(self, bad: OnBad = raise_bad_row) -> Iterator[SourceRow]:
         """Yields the readable rows, in order."""
 
     def records(self, options: ParseOptions, bad: OnBad = raise_bad_row) -> Iterator[tuple[int, Record]]:
-        """Yields (line or row number, document) for each valid row; of a pair of preferences two."""
+        """Yields (line or row number, document) for each valid row; for a preference pair, two documents."""
 
 
 class _BlockBase(ABC, Generic[_Item]):
@@ -98,7 +98,7 @@ class _BlockBase(ABC, Generic[_Item]):
 
     @abstractmethod
     def _items(self) -> Iterator[tuple[int, str, _Item]]:
-        """Yields (number of the row, its name in messages, the item that `_row` makes the row from)."""
+        """Yields (number of the row, its name in messages, the item from which `_row` builds the row)."""
 
     @abstractmethod
     def _row(self, number: int, name: str, item: _Item) -> SourceRow: ...
@@ -108,7 +108,7 @@ class _BlockBase(ABC, Generic[_Item]):
         """The file or table of the rows."""
 
     def folder(self) -> str:
-        """The folder that paths in the rows are relative to."""
+        """The folder to which paths in the rows are relative."""
         origin = self._origin()
         return origin if os.path.isdir(origin) else os.path.dirname(origin)
 
@@ -147,8 +147,8 @@ class FileBlock(_BlockBase[tuple[int, bytes]]):
     """The lines of a JSONL file whose first byte is in start..stop (stop excluded).
 
     newlines: line ends before byte `start`; None if not counted, and then a line's number is the offset of its first
-    byte. most: the largest allowed line, in bytes. stamp: the state of the file when it was opened; reading checks that
-    the file did not change.
+    byte. max_bytes: the largest allowed line. stamp: the state of the file when it was opened; reading checks that the
+    file did not change.
     """
 
     path: str
@@ -187,10 +187,8 @@ class FileBlock(_BlockBase[tuple[int, bytes]]):
         return replace(_row_of_line(number, name, line), position=start)
 
     def _read(self) -> tuple[bytes, int, int]:
-        """(whole lines, offset of the first, 1 if the end of a line that began before `start` was skipped, else 0).
-
-        Of a line longer than `max_bytes`, only as much is kept as shows its length; the block where it begins reports
-        it.
+        """(complete lines, offset of the first, 1 if the end of a line that began before `start` was skipped, else 0).
+        A line longer than `max_bytes` is cut just above this length; the block in which it begins reports it.
         """
         with file_errors(self.path, self.stamp), open(self.path, "rb") as file:
             skipped = 0
@@ -231,8 +229,8 @@ class LineBlock(_BlockBase[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class RowBlock(_BlockBase[Any]):
-    """Rows as Python values; an unreadable row is a UserError instead. numbers: the lines of the rows if by_line, else
-    their indices. escaped: as in SourceRow. again: whether a row can be read again by its number."""
+    """Rows as Python values; an unreadable row is replaced by a UserError. numbers: the lines of the rows if by_line,
+    else their indices. escaped: as in SourceRow. again: whether a row can be read again by its number."""
 
     origin: str
     values: Sequence[Any]
@@ -257,8 +255,8 @@ class RowBlock(_BlockBase[Any]):
 
 @dataclass(frozen=True, slots=True)
 class ArrowBlock(_BlockBase[Any]):
-    """Rows of a pyarrow.Table. first: the index of the block's first row in the whole source. most: the largest allowed
-    row, in bytes. again: as in RowBlock."""
+    """Rows of a pyarrow.Table. first: index of the block's first row in the source. max_bytes: the largest allowed row.
+    again: as in RowBlock."""
 
     origin: str
     table: Any
@@ -287,7 +285,7 @@ class ArrowBlock(_BlockBase[Any]):
                 values[column] = decode(values[column])
             except JsonError as error:
                 raise UserError(
-                    f"{name}: column `{column}` is of type Json() and holds text that is not valid JSON: {error}."
+                    f"{name}: column `{column}` is of type Json(), but its text is not valid JSON: {error}."
                 ) from None
         return SourceRow(
             number, name, values, bool(fields.decoders), number if self.can_reread else None, fields.cleaners
@@ -296,11 +294,11 @@ class ArrowBlock(_BlockBase[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _ColumnConverters:
-    """What becomes of the columns of an Arrow table, by their types.
+    """Converters for the columns of an Arrow table, by their types.
 
-    decoders: name of a column -> a function that parses the JSON texts in its values, which datasets' type Json() is
-    stored as; of columns that hold such texts. Raises JsonError. cleaners: name of a column -> a function that removes
-    the null entries of structs in its values; of columns that hold structs.
+    decoders: name of a column with JSON texts (datasets stores its type Json() as text) -> a function that parses these
+    texts in a value. Raises JsonError. cleaners: name of a column with structs -> a function that removes null entries
+    of structs in a value.
     """
 
     decoders: Mapping[str, _Convert]
@@ -314,7 +312,7 @@ class _ColumnConverters:
 
 
 def _decoder(kind: Any) -> _Convert | None:
-    """A function that parses the JSON texts in a value of an Arrow type; None if the type has no place for them."""
+    """A function that parses the JSON texts in a value of an Arrow type; None if the type contains none."""
     if getattr(kind, "extension_name", "") == "arrow.json":
         return lambda text: None if text is None else parse(text)
     if inner := _in_list(kind, _decoder):
@@ -331,7 +329,7 @@ def _decoder(kind: Any) -> _Convert | None:
 
 def _cleaner(kind: Any) -> _Convert | None:
     """A function that removes null entries from the structs in a value of an Arrow type; None if it has no structs. It
-    does not look into Json() values, which have the keys that were written."""
+    leaves Json() values unchanged, because their keys are those that were written."""
     if inner := _in_list(kind, _cleaner):
         return inner
     if not _is_struct(kind):
@@ -351,9 +349,9 @@ def _cleaner(kind: Any) -> _Convert | None:
 
 
 def _in_list(kind: Any, converter: Callable[[Any], _Convert | None]) -> _Convert | None:
-    """The function for lists of an Arrow type, made of the function for their items; None if it is no list, or the
-    items need none."""
-    from pyarrow import types  # an optional package, which is there wherever a table is
+    """The function for lists of an Arrow type, built from the function for their items; None if it is not a list, or
+    its items need no function."""
+    from pyarrow import types  # an optional package; it is installed if there is a table
 
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
     convert = converter(kind.value_type) if any(is_list(kind) for is_list in lists) else None
@@ -395,9 +393,9 @@ def file_errors(path: str, stamp: FileStamp | None = None, key: str = "data.path
         if stamp is not None:
             now = os.stat(path)
             if FileStamp(now.st_size, now.st_mtime_ns) != stamp:
-                raise UserError(f"{path}: has changed while it was read. Start again when nothing writes to it.")
+                raise UserError(f"{path}: has changed while weft read it. Start again when no program writes to it.")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: is not a whole gzip file: {first_line(error)}. Write it again.") from None
+        raise UserError(f"{path}: is a truncated or damaged gzip file: {first_line(error)}. Write it again.") from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: is not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
@@ -427,8 +425,8 @@ def lines_of(file: _Lines[AnyStr], path: str, max_size: int) -> Iterator[tuple[i
 def too_large(name: str, max_bytes: int) -> UserError:
     """The error for a row that is larger than data.max_row_bytes."""
     return UserError(
-        f"{name}: is larger than data.max_row_bytes = {max_bytes:,} bytes. Remove it; or if it is a document, set "
-        f"data.max_row_bytes to more."
+        f"{name}: is larger than data.max_row_bytes = {max_bytes:,} bytes. Remove the row. If it is a valid document, "
+        "raise data.max_row_bytes."
     )
 
 

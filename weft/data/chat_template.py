@@ -1,4 +1,4 @@
-"""Chat templates: choosing one, and rendering it so that each character is attributed to a message."""
+"""Chat templates: selects a template, and renders it with a record of the message that each character comes from."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _PROBES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "system": ([], [("user", "question")]),
     "tool": ([("user", "question"), ("assistant", "answer")], []),
 }
-# Stands for a text that is searched in a rendering. Private-use characters: not in data, and templates copy them.
+# Placeholder for a text to search in a rendering: private-use characters, which data lack and templates copy.
 SENTINEL = "\ue5e1\ue5e2"
-_ERROR_CHARACTERS = 300  # characters of a template's own error message that are shown
+_ERROR_CHARACTERS = 300  # characters shown of a template's error message
 
 Span = tuple[int, int]  # [start, end) in characters
 
@@ -46,9 +46,8 @@ Span = tuple[int, int]  # [start, end) in characters
 class Rendering:
     """A rendered conversation.
 
-    regions: index of a message -> the characters that the template wrote during the loop turn of this message, if they
-    are contiguous. scattered: indices of the messages whose characters are not. marked: the spans between generation
-    markers.
+    regions: index of a message -> the span that the template wrote in this message's loop iteration, if it is
+    contiguous. scattered: indices of messages with several spans. marked: the spans between generation markers.
     """
 
     text: str
@@ -79,16 +78,16 @@ class UnrenderedTextError(AmbiguousAnswerError):
 
 
 class PythonArgumentsError(UnrenderedTextError):
-    """A rendering has the arguments of a call as Python writes a dict: the template wants them as JSON text."""
+    """A rendering has the arguments of a call in Python's dict syntax: the template expects them as JSON text."""
 
 
 class ChatTemplate:
-    """A Jinja chat template, with transformers' filters and globals, that records which text it writes for which
+    """A Jinja chat template with transformers' filters and globals. It records the text that it writes for each
     message.
 
-    Marks are extra outputs inserted into the parsed template: around loops, at each loop turn, and around generation
-    markers. A mark is an empty string, so the rendered text is unchanged. Macros and captured blocks get no marks,
-    because their text is placed in the output only later.
+    Marks are extra outputs inserted into the parsed template: around loops, at each loop iteration, and around
+    generation markers. A mark is an empty string, so the rendered text is unchanged. Macros and captured blocks get no
+    marks, because the template outputs their text later.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -103,7 +102,7 @@ class ChatTemplate:
         self._read_as: dict[tuple[str, bool], bool] = {}
         self._thoughts: dict[str, bool] = {}
         self._older_calls = self.names("function_call") and not self.names("tool_calls")
-        # Another name of thoughts, for templates that read none of the two that all messages have.
+        # A further key of thoughts, for templates that read neither of the two keys that messages have.
         self.reads_thoughts = self.names("reasoning_content") or self.names("thinking")
         self._thought = ""
         if not self.reads_thoughts:
@@ -111,7 +110,7 @@ class ChatTemplate:
             self._thought = next(named, "")
             self.reads_thoughts = bool(self._thought)
         self.has_markers = bool(GENERATION_TAG.search(source))
-        # Markers inside macros get no marks; transformers' tracker finds these.
+        # Markers inside macros get no marks; transformers' tracker handles these.
         self._track: Any = environment.activate_tracker if inserter.unseen_markers else None
 
     def names(self, word: str) -> bool:
@@ -119,8 +118,8 @@ class ChatTemplate:
         return word in self._words
 
     def has_thoughts(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the template renders what an answer thinks while the conversation is at it: in its first turn, in a
-        later one, or before a call's result. Cached."""
+        """Whether the template renders the thoughts of the current answer: in the first turn, in a later turn, or
+        before the result of a call. Cached."""
         key = json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
         if key not in self._thoughts:
             user, thought = {"role": "user", "content": "question"}, {"reasoning_content": _PROBE, "thinking": _PROBE}
@@ -142,7 +141,7 @@ class ChatTemplate:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether the template names calls, in one of their two forms."""
+        """Whether the template reads tool calls, in one of their two forms."""
         return self.names("tool_calls") or self._older_calls
 
     def render(
@@ -169,9 +168,9 @@ class ChatTemplate:
             raise RenderError(f"{type(error).__name__}: {first_line(error)}"[:_ERROR_CHARACTERS]) from error
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message with its content as a list of parts, if the data gave a list or the template reads no plain text
-        (SmolVLM, Idefics3, LLaVA-NeXT); unchanged if the template reads no lists. Thoughts and calls get the names that
-        the template reads."""
+        """The message with its content as a list of parts, if it is a list in the data or the template reads no plain
+        text (SmolVLM, Idefics3, LLaVA-NeXT); unchanged if the template reads no lists. Thoughts and calls get the keys
+        that the template reads."""
         if self._thought and "thinking" in message:
             message = {**message, self._thought: message["thinking"]}
         if self._older_calls and message.get("role") == "tool":
@@ -187,7 +186,7 @@ class ChatTemplate:
         return {**message, "content": parts or [{"type": "text", "text": content}]}
 
     def _reads(self, role: str, *, parts: bool) -> bool:
-        """Whether the template renders content of this role given as a list of parts (`parts`) or as a text. Cached."""
+        """Whether the template renders this role's content as a list of parts (`parts`), or else as text. Cached."""
         role = role if role in _PROBES else "user"
         if (role, parts) not in self._read_as:
             before, after = _PROBES[role]
@@ -227,7 +226,8 @@ class ChatTemplate:
 
 
 class _PositionMark(str):
-    """An empty string that marks a position in the output. message: the index of a loop turn's message, else None."""
+    """An empty string that marks a position in the output. message: index of the loop iteration's message, else
+    None."""
 
     message: int | None
 
@@ -252,7 +252,7 @@ _MARKS = {
 
 
 class _Message(dict[str, Any]):
-    """A message that carries the mark of its index; it compares equal to a plain dict."""
+    """A message with the mark of its index. It compares equal to a plain dict."""
 
     def __init__(self, message: Mapping[str, Any], index: int) -> None:
         super().__init__(message)
@@ -260,14 +260,14 @@ class _Message(dict[str, Any]):
 
 
 def _mark_of_item(item: Any) -> _PositionMark:
-    """The filter that a loop turn prints first: the mark of message `item`, or _NO_MESSAGE for another item."""
+    """The filter whose output begins a loop iteration: the mark of message `item`, or _NO_MESSAGE for another item."""
     return item.mark if type(item) is _Message else _NO_MESSAGE
 
 
 def _pieces(stream: Iterable[str], blocks: list[str], marked: list[Span]) -> dict[int, list[Span]]:
     """Appends the text to `blocks` and the spans between markers to `marked`. Returns message -> its spans."""
     pieces: dict[int, list[Span]] = {}
-    stack: list[int | None] = []  # the message of each open loop; None: its items are no messages
+    stack: list[int | None] = []  # the message of each open loop; None: its items are not messages
     marks: list[int] = []
     start = length = 0
     for block in stream:
@@ -309,9 +309,8 @@ _ITEMS = frozenset(
 
 
 class _MarkInserter(NodeTransformer):
-    """Inserts marks around loops, at the beginning of each loop turn, and around generation markers.
-
-    unseen_markers: how many generation markers are where no marks can be inserted.
+    """Inserts marks around loops, at the beginning of each loop iteration, and around generation markers.
+    unseen_markers: number of generation markers at positions where no marks can be inserted.
     """
 
     def __init__(self) -> None:
@@ -381,7 +380,8 @@ def common_header(text: str, prompt: str, tokens: Sequence[str]) -> str:
 
 
 def chosen_template(data: DataConfig) -> str | None:
-    """The Jinja source that data.chat_template names, a file or a template of weft; None if unset. Raises UserError."""
+    """The Jinja source of data.chat_template, which names a file or a template of weft; None if unset. Raises
+    UserError."""
     name = data.chat_template
     if name is None:
         return None
@@ -394,8 +394,8 @@ def chosen_template(data: DataConfig) -> str | None:
         ChatTemplate(source, {})
     except FileNotFoundError:
         raise UserError(
-            f"data.chat_template: there is no file {name} (looked from {Path.cwd()}), and no template of that name. "
-            f"Name a Jinja file, or one of: {', '.join(names)}.{near_names(path)}"
+            f"data.chat_template: neither a file {name} in {Path.cwd()} nor a template of that name exists. Set it to "
+            f"a Jinja file, or to one of: {', '.join(names)}.{near_names(path)}"
         ) from None
     except UserError as error:  # not a regular file
         raise UserError(f"data.chat_template: cannot read {error}") from None

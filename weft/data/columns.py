@@ -1,6 +1,6 @@
-"""Columns of rows: data.columns maps weft's names to the user's columns. Columns that other trainers' data have beside
-the messages are read if a column of weft means the same, and read or refused if they change what is trained. All others
-are ignored, because most data sets have some."""
+"""Columns of rows: data.columns maps weft's names to the user's columns. Data for other trainers have further columns
+next to the messages. weft reads such a column if one of its own has the same meaning. It reads or refuses columns that
+change the trained tokens, and ignores all others, because most data sets have some."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OPTIONAL = ("input", *COLUMNS_BESIDE)
 def rename_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The row with weft's column names.
 
-    If `columns` names a column of a format, the row has that format and the columns of other formats are left out; so a
-    table may hold several. Raises UserError if a required path is not in the row.
+    If `columns` names a column of a format, the row has that format, and the columns of other formats are omitted; so a
+    table may have columns of several formats. Raises UserError if a required path is not in the row.
     """
     formats = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
     readable = {name for form in formats or FORMATS for name in FORMATS[form]} | {*COLUMNS_BESIDE, *MEANT}
-    # An optional column that has another name in `columns` is not read under its own, too: {instruction: input}.
+    # An optional column with another name in `columns` is not also read under its default name: {instruction: input}.
     moved = {*columns, *(path for path in columns.values() if path in _OPTIONAL)}
     out = {name: value for name, value in row.items() if name not in moved and (name in readable or not formats)}
     for name, path in columns.items():
@@ -56,7 +56,7 @@ def _find(location: str, row: Mapping[str, Any], name: str, path: str) -> Any:
             return None
         else:
             hint = divided_columns(location, row)
-            raise UserError(f"{location}: data.columns: {name} is to be `{path}`, but {_missing(value, part)}.{hint}")
+            raise UserError(f"{location}: data.columns reads {name} from `{path}`, but {_missing(value, part)}.{hint}")
     return value
 
 
@@ -64,18 +64,18 @@ def _missing(value: Any, part: str) -> str:
     if isinstance(value, Mapping):
         return f"there is no `{part}` among {', '.join(f'`{key}`' for key in value) or 'no keys'}"
     if isinstance(value, list):
-        return f"`{part}` is no place in a list of {len(value)}"
-    return f"`{part}` would be inside {'null' if value is None else 'a ' + type(value).__name__}, which has no parts"
+        return f"`{part}` is not an index of a list of {len(value)}"
+    return f"the value above `{part}` is {'null' if value is None else 'a ' + type(value).__name__}, which has no keys"
 
 
 def divided_columns(location: str, row: Mapping[str, Any]) -> str:
-    """As divided_otherwise, for a row of a .csv or .tsv file. location: its file and line."""
+    """Same as divided_otherwise, for a row of a .csv or .tsv file. location: its file and line."""
     return divided_otherwise(location.rpartition(":")[0], next(iter(row))) if len(row) == 1 else ""
 
 
 def divided_otherwise(path: str, header: str) -> str:
-    """Advice, as a sentence behind another, for a .csv or .tsv file whose header seems to be divided by something else;
-    "" for other files and headers."""
+    """Advice for a .csv or .tsv file whose header seems to have another separator, as a sentence to append; "" for
+    other files and headers."""
     name = path.removesuffix(".gz")
     if not name.endswith((".csv", ".tsv")):
         return ""
@@ -85,28 +85,28 @@ def divided_otherwise(path: str, header: str) -> str:
         return ""
     if sign in ",\t":
         separator, ending = ("commas", ".csv") if tabs else ("tabs", ".tsv")
-        return f" Its columns seem to be divided by {separator}: call the file {ending}."
-    finding = f" Its columns seem to be divided by `{sign}`"
+        return f" Its columns seem to be separated by {separator}: rename the file to {ending}."
+    finding = f" Its columns seem to be separated by `{sign}`"
     if name != path:
-        return f"{finding}: write them with commas."
+        return f"{finding}: separate them by commas."
     code = f'import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter="{sign}"))'
     command = f"python3 -c {shlex.quote(code)} < {shlex.quote(path)} > {shlex.quote(name[:-4] + '-commas.csv')}"
-    return f"{finding}. The command {command} writes them with commas."
+    return f"{finding}. This command separates them by commas: {command}"
 
 
 # ---------------------------------------------------------------- columns of other trainers' data
 
-TOOLS = ("functions", "tool_defs")  # OpenAI's older name; verifiers and prime-rl
+TOOLS = ("functions", "tool_defs")  # OpenAI's older name; the name of verifiers and prime-rl
 SYSTEMS = ("system_prompt", "system_message")
 _MASKS = ("loss_mask", "loss_masks", "step_loss_mask", "step_loss_masks", "train_mask")
-# Switches of other trainers that some rows contain -> the value that means what weft does anyway.
+# Switches of other trainers in rows -> the value that equals weft's behaviour.
 _SWITCHES = {
     "unmask": False, "train_on_inputs": False, "train_on_input": False, "train_on_prompt": False,
     "train_on_source": False, "mask_inputs": True, "mask_input": True, "mask_prompt": True, "mask_source": True,
 }  # fmt: skip
 _MEDIA = {"image": "images", "video": "videos"}
 _BOXES = ("<bbox>", "<ref-object>")  # ms-swift replaces them by the column `objects`
-# Columns that are read here, even if data.columns names the columns of one format.
+# Columns that are read even if data.columns names the columns of a format.
 MEANT = frozenset((
     *TOOLS, *SYSTEMS, *_MASKS, *_SWITCHES, *_MEDIA, "enable_thinking", "mask_history", "mask", "history", "objects",
     "audio",
@@ -114,7 +114,7 @@ MEANT = frozenset((
 
 
 def tools_of(location: str, row: Mapping[str, Any]) -> Any:
-    """The row's tools: of `tools`, else of a column that means the same; None without any. Raises UserError."""
+    """The row's tools, from `tools` or a column with the same meaning; None without any. Raises UserError."""
     if row.get("tools"):
         return row["tools"]
     for name in TOOLS:
@@ -125,7 +125,7 @@ def tools_of(location: str, row: Mapping[str, Any]) -> Any:
 
 
 def _is_tool(item: Any) -> bool:
-    """Whether this is the schema of a function, and not something else that a column `functions` may hold."""
+    """Whether this is the schema of a function, not another value of a column `functions`."""
     function = item.get("function", item) if isinstance(item, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return False
@@ -137,12 +137,12 @@ def system_of(location: str, row: Mapping[str, Any]) -> tuple[str, Any]:
     named = [name for name in ("system", *SYSTEMS) if row.get(name)]
     for name in named[1:]:
         if row[name] != row[named[0]]:
-            raise UserError(f"{location}: has `{named[0]}` and `{name}`, and they differ. {leave_out_key(name)}")
+            raise UserError(f"{location}: `{named[0]}` and `{name}` differ. {leave_out_key(name)}")
     return (named[0], row[named[0]]) if named else ("", None)
 
 
 def template_switches(location: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template that have a column of their own (verl). Raises UserError."""
+    """Variables of the chat template with a separate column (verl). Raises UserError."""
     value = row.get("enable_thinking")
     if value is None:
         return {}
@@ -157,8 +157,8 @@ def template_switches(location: str, row: Mapping[str, Any]) -> dict[str, Any]:
 def apply_train_columns(
     location: str, row: Mapping[str, Any], messages: Sequence[Message], first: int
 ) -> list[Message]:
-    """The messages, with `train` as the columns of the row say. first: index of the first message that can be trained.
-    Raises UserError for a column that changes what is trained and cannot be read."""
+    """The messages, with `train` set according to the row's columns. first: index of the first message that can be
+    trained. Raises UserError for a column that would change the trained tokens but cannot be read."""
     if MEANT.isdisjoint(row):
         return list(messages)
     out = [dict(message) for message in messages]
@@ -175,13 +175,14 @@ def apply_train_columns(
     for name, usual in _SWITCHES.items():
         if isinstance(row.get(name), bool | int) and row[name] != usual:
             raise UserError(
-                f"{location}: has `{name}: {json.dumps(row[name])}`, which is not read of a row. Set data.train_on=all "
-                f"to train every token of all rows, or {override('data.ignore', [name])} to train only answers."
+                f"{location}: has `{name}: {json.dumps(row[name])}`, which weft does not read from rows. Set "
+                f"data.train_on=all to train every token of all rows, or {override('data.ignore', [name])} to train "
+                "only answers."
             )
     _refuse_mask(location, row.get("mask"), len(messages), len(answers))
     if row.get("history"):
         raise UserError(
-            f"{location}: has `history` beside its messages, and it would be lost. Write it as messages. "
+            f"{location}: has `history` in addition to messages, and it would be lost. Write it as messages. "
             f"{leave_out_key('history')}"
         )
     _refuse_media(location, row, messages)
@@ -191,7 +192,7 @@ def apply_train_columns(
 def _mask(
     location: str, name: str, value: Any, messages: Sequence[Message], answers: Sequence[int]
 ) -> Iterator[tuple[int, bool]]:
-    """Yields (index of an answer, whether it is trained) of a column with a value for each message or each answer."""
+    """Yields (index of an answer, whether it is trained) from a column with a value for each message or each answer."""
     value = parse_json_list(location, name, value)
     if value is None or value == [] or (not isinstance(value, list) and value in (1, True)):
         return
@@ -216,7 +217,7 @@ def _mask(
     else:
         raise UserError(
             f"{location}: `{name}` has {len(value)} values, for {len(messages)} messages and {len(answers)} answers. "
-            "Give it one for each message or each answer."
+            "Write one value for each message or each answer."
         )
 
 
@@ -227,14 +228,14 @@ def _mark(location: str, name: str, messages: list[Message], index: int, trained
 
 
 def _refuse_mask(location: str, value: Any, messages: int, answers: int) -> None:
-    """Raises UserError for a column `mask` that says which messages are trained. NeMo's names the speaker who is not:
-    the user, as here. Others' have masks of images there."""
+    """Raises UserError for a column `mask` that selects the trained messages. NeMo's `mask` names the speaker who is
+    not trained: the user, as in weft. Other data sets store masks of images there."""
     speaker = isinstance(value, str) and value.strip().lower() not in ("", "user", "human", "system")
     flags = isinstance(value, list) and len(value) in (messages, answers) and bool(value)
     if speaker or (flags and all(isinstance(item, bool | int) and item in (0, 1) for item in value)):
         raise UserError(
-            f"{location}: has `mask`, which is ambiguous: some trainers mark trained messages with it, others "
-            f"untrained ones. Write `loss_mask` (1 is trained), or set {override('data.ignore', ['mask'])}."
+            f"{location}: has `mask`, which is ambiguous: it marks trained messages for some trainers, untrained "
+            f"messages for others. Write `loss_mask` (1 is trained), or set {override('data.ignore', ['mask'])}."
         )
 
 
@@ -242,16 +243,16 @@ def _refuse_media(location: str, row: Mapping[str, Any], messages: Sequence[Mess
     for name, column in _MEDIA.items():
         if row.get(name) and not row.get(column) and not _has_place(messages, name):
             raise UserError(
-                f"{location}: has `{name}`, and no place for it in its messages. Set "
+                f"{location}: has `{name}`, which its messages do not contain. Set "
                 f"{override('data.columns', {column: name})} to put it before the first question, or "
-                f"{override('data.ignore', [name])} if nothing is lost without it."
+                f"{override('data.ignore', [name])} if the row is complete without it."
             )
     if row.get("audio"):
         raise UserError(f"{location}: `audio` is not read in this version. {leave_out_key('audio')}")
     if row.get("objects") and any(mark in _text(message) for message in messages for mark in _BOXES):
         raise UserError(
-            f"{location}: `objects` is not read: the marks {' and '.join(_BOXES)} would be trained as text. "
-            "Replace them in the texts by their values."
+            f"{location}: `objects` is not read: the marks {' and '.join(_BOXES)} would be trained as text. Replace "
+            "these marks in the texts by their values."
         )
 
 

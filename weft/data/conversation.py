@@ -1,4 +1,4 @@
-"""A record -> the messages for the chat template, and which of them are trained."""
+"""Converts a record to the messages for the chat template, and selects the trained messages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weft.strict_json import JsonError, parse
 
 TrainOn = Literal["answers", "last", "all"]
 
-# Each template reads one of these names, and each data set uses one of them; messages are given both.
+# Each template reads one of these names, and each data set uses one; weft sets both in messages.
 _REASONING = ("reasoning_content", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """Input of a chat template. kwargs: template variables of this conversation alone. trained: indices of the trained
+    """Input of a chat template. kwargs: template variables of this conversation only. trained: indices of the trained
     answers."""
 
     messages: list[dict[str, Any]]
@@ -36,14 +36,14 @@ class ChatInput:
 
 
 def is_chat(record: Record) -> bool:
-    """Whether a record goes through the chat template: it has `messages`, or its `prompt` is a list of messages."""
+    """Whether the chat template renders a record: it has `messages`, or its `prompt` is a list of messages."""
     return record.format == "messages" or (record.format == "prompt" and not isinstance(record.value["prompt"], str))
 
 
 def conversation(record: Record, train_on: TrainOn, *, text_arguments: bool = False) -> ChatInput:
     """The conversation of a chat record (see is_chat). Raises BadRowError.
 
-    text_arguments: give the arguments of tool calls as JSON text, which some templates need, instead of as objects.
+    text_arguments: pass the arguments of tool calls as JSON text, which some templates need, instead of as objects.
     """
     value = record.value
     raw: Sequence[Mapping[str, Any]] = value.get("messages") or ()
@@ -74,8 +74,8 @@ def _trained(location: str, messages: Sequence[Mapping[str, Any]], first: int, t
             )
         if flag is False and train_on == "all":
             raise BadRowError(
-                f"{location}: message {number} has `train: false`, and data.train_on: all trains every token. Remove "
-                "one of them."
+                f"{location}: message {number} has `train: false`, but data.train_on: all trains every token. Remove "
+                "one of the two."
             )
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     for i in answers[-1:] if train_on == "last" else answers:
@@ -116,7 +116,7 @@ def _call(location: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[s
         arguments: Any = check_arguments(location, original)
     except UserError as error:
         raise BadRowError(str(error)) from None
-    if text_arguments:  # the user's own text, if it is one: templates write it as it stands
+    if text_arguments:  # the user's text, if it is text: templates write it unchanged
         is_text = isinstance(original, str) and original.strip() and arguments
         arguments = original if is_text else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
@@ -135,4 +135,4 @@ def _from_json(location: str, name: str, raw: Any) -> Any:
     try:
         return parse(raw) if raw.strip() else None
     except JsonError as error:
-        raise BadRowError(f"{location}: `{name}` is no JSON: {error}.") from None
+        raise BadRowError(f"{location}: `{name}` is not valid JSON: {error}.") from None

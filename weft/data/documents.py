@@ -1,4 +1,4 @@
-"""Sources -> Documents, which are built by index on access, and a report of what was read."""
+"""Reads sources into Documents, which are built by index on access, and reports statistics of the data."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from weft.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Statistics of the data that were read.
+    """Statistics of the data.
 
-    path: the label of the source, or "N sources". tokens, loss_tokens: all tokens, and those with a loss. longest:
-    tokens of the longest document after truncation. digest: hexadecimal, of all tokens and loss masks in order, and of
-    the weights of several sources. dropped, truncated: documents that were too long. formats: (format, documents).
-    in_epoch: documents of an epoch. sources: one report each, with data.sources. bad: (source, error) of each row that
-    was left out. unit: what `documents` and in_epoch count: documents, or pairs or answers of preferences.
+    path: the label of the source, or "N sources". tokens: all tokens; loss_tokens: trained tokens. longest: tokens of
+    the longest document after truncation. digest: hexadecimal, of all tokens and loss masks in order, and of the
+    weights of several sources. dropped, truncated: numbers of documents that were too long. formats: (format,
+    documents). in_epoch: documents of an epoch. sources: with data.sources, a report for each. bad: (source, error) of
+    each omitted row. unit: the unit of `documents` and in_epoch: documents, or pairs or answers of preferences.
     """
 
     path: str
@@ -64,13 +64,13 @@ class DataReport:
         )
         for count, verb in ((self.dropped, "dropped"), (self.truncated, "truncated")):
             text += f"; {count:,} longer documents {verb}" if count else ""
-        text += f"; {len(self.bad):,} bad rows left out" if self.bad else ""
+        text += f"; {len(self.bad):,} bad rows omitted" if self.bad else ""
         if self.in_epoch not in (None, self.documents):
-            text += f"; an epoch takes {self.in_epoch:,} {self.unit}"
+            text += f"; an epoch has {self.in_epoch:,} {self.unit}"
         return "\n".join([text, *(f"         {source}" for source in self.sources)])
 
     def template_use(self, data: DataConfig, template: bool) -> str:
-        """As the function template_use."""
+        """Same as the function template_use."""
         return template_use(dict(self.formats), data, template, has_roles=self.unit != "documents")
 
 
@@ -78,7 +78,8 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class Documents(MeasuredDocuments):
-    """Documents, built from flat arrays on access. shares: their sources in order, from which the order is drawn."""
+    """Documents, built from flat arrays on access. shares: their sources in order, from which the order of training is
+    drawn."""
 
     def __init__(
         self,
@@ -101,12 +102,12 @@ class Documents(MeasuredDocuments):
         self.margins: Array = np.concatenate([selection.table.margins[selection.indices] for selection in selections])
         self.commons: Array = np.concatenate([selection.table.commons[selection.indices] for selection in selections])
         self.reaches: Array = np.concatenate([selection.table.reaches[selection.indices] for selection in selections])
-        # [documents] index of each one's teacher in distill.teachers
+        # [documents] index of the document's teacher in distill.teachers
         self.teachers: Array = np.concatenate([selection.table.teachers[selection.indices] for selection in selections])
         self.widths: Array = np.concatenate([selection.table.widths[selection.indices] for selection in selections])
         lengths = np.concatenate([selection.lengths for selection in selections]).astype(np.int64)
         losses: Array = np.concatenate([selection.losses for selection in selections])
-        self.trained: Array = losses  # [documents] trained tokens without the first, which nothing predicts
+        self.trained: Array = losses  # [documents] trained tokens except the first token, which is never predicted
         self._cut = np.full(len(losses), _NEVER) if tail is None else _shorter(self.roles, losses)
         self._tail = np.float32(1.0 if tail is None else tail)
         beyond = np.maximum(losses - self._cut, 0)
@@ -129,7 +130,7 @@ class Documents(MeasuredDocuments):
         return self._groups
 
     def beginnings(self, indices: Sequence[int], placeholders: Sequence[int] = ()) -> dict[int, Beginning]:
-        """Of pairs whose answers both are among the documents; from the metadata of the table."""
+        """The beginnings of pairs with both answers among the documents, from the table's metadata."""
         lengths, pairs, beginnings = self._measures.length, defaultdict[int | None, list[int]](list), {}
         for index in indices:
             pairs[self._groups[index]].append(index)
@@ -167,15 +168,16 @@ class Documents(MeasuredDocuments):
         )
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
-        """Builds the documents, several in parallel if any has images: building one decodes and processes them."""
+        """Builds the documents; if any has images, several in parallel, because building decodes and processes
+        images."""
         if not self._measures.patches.any():
             return super().take(indices)
         with opening_pool() as pool:
             return dict(zip(indices, pool.map(self.build, indices), strict=True))
 
     def probes(self) -> Array:
-        """A number for each document, from its length and five of its tokens: it is the same for equal documents, and
-        rarely for others. The other tokens are not read."""
+        """A hash for each document, from its length and five of its tokens. Equal documents have equal hashes;
+        different documents rarely do. The other tokens are not read."""
         probes = [np.empty(0, np.uint64)]
         for selection in self._selections:
             table, lengths = selection.table, selection.table.lengths[selection.indices].astype(np.int64)
@@ -203,7 +205,7 @@ class Documents(MeasuredDocuments):
 
 
 def _lists(table: TokenTable, index: int, length: int) -> dict[str, torch.Tensor]:
-    """What a teacher predicts of a document, as its arrays; empty if its row has no lists."""
+    """A teacher's predictions for a document, as arrays; empty if its row has no lists."""
     if not table.widths[index]:
         return {}
     return {
@@ -213,14 +215,15 @@ def _lists(table: TokenTable, index: int, length: int) -> dict[str, torch.Tensor
 
 
 def _media(table: TokenTable, index: int) -> Media | None:
-    """The decoded and processed images of a document. Raises UserError if one has changed since the data were read."""
+    """The decoded and processed images of a document. Raises UserError if an image has changed since the data were
+    read."""
     places = table.places(index)
     if not places:
         return None
     assert table.inputs is not None
     location, patches = table.row_name(index), int(table.patches[index])
     inputs, count = table.inputs(location, places)
-    assert count == patches, f"{location}: {count} patches of images, and {patches} were expected"
+    assert count == patches, f"{location}: its images have {count} patches instead of {patches}"
     return Media(inputs, patches, int(table.pairs[index]))
 
 
@@ -233,18 +236,19 @@ def _shorter(roles: Array, trained: Array) -> Array:
 
 
 def lengths_of(documents: Sequence[Document]) -> list[int]:
-    """Tokens of each document; documents that are measured are not built."""
+    """Number of tokens of each document; MeasuredDocuments are not built for it."""
     if isinstance(documents, MeasuredDocuments):
         lengths: list[int] = documents.measures().length.tolist()
         return lengths
     return [len(document) for document in documents]
 
 
-def require_pairs(documents: Documents, told: str) -> None:
-    """Raises UserError if a document is an answer with a label, which is of no pair. told: what then follows."""
+def require_pairs(documents: Documents, consequence: str) -> None:
+    """Raises UserError if a document is an answer with a label, which has no pair. consequence: the end of the
+    message."""
     labelled = np.flatnonzero(documents.roles >= ROLES.index("desired"))
     if len(labelled):
-        raise UserError(f"{documents.source(int(labelled[0]))}: is one answer with a label, and {told}")
+        raise UserError(f"{documents.source(int(labelled[0]))}: is an answer with a label, and {consequence}")
 
 
 def example_ends_of(documents: Sequence[Document]) -> NDArray[np.int64] | None:
@@ -276,17 +280,17 @@ def load_documents(
 ) -> tuple[Documents, DataReport]:
     """Reads, checks and tokenises data. docs/reference/data.md lists the accepted forms.
 
-    Unless `encoding` says otherwise, the trained tokens are: the answers of a conversation and the tokens that end
-    them; the completion of a prompt and the end-of-text token; all of a `text`. weights[i] of a document is 1.0 if
-    token i is trained as a target, else 0.0. Documents keep the order of their sources.
+    By default, the trained tokens are: the answers of a conversation and the tokens that end them; the completion of a
+    prompt and the end-of-text token; all tokens of a `text`. `encoding` can change this. weights[i] of a document is
+    1.0 if token i is trained as a target, else 0.0. Documents keep the order of their sources.
 
     max_length: longest document in tokens. max_length_key: the config key that set it, for messages. long_documents:
     whether longer documents are an error, truncated, or dropped. vocab_size: if given, token ids must be below it.
-    encoding: what is trained, and the chat template. bad_rows: whether a row that cannot be trained on is an error or
-    dropped. images: the image reader of a vision model. how: processes and cache; by default one process, no cache.
-    rows: whether they are of preferences, or have labels. tail: as in Documents.
+    encoding: the trained tokens and the chat template. bad_rows: whether an invalid row is an error or dropped. images:
+    the image reader of a vision model. how: processes and cache; by default one process, no cache. rows: whether rows
+    are preferences, or have labels. tail: as in Documents.
 
-    Raises UserError, with file and line, for anything that the user has to fix in the data.
+    Raises UserError, with file and line, for every error that the user must fix in the data.
     """
     sources, drop = open_data(data), bad_rows == "drop"
     chat = has_template(tokenizer, encoding)
@@ -322,7 +326,7 @@ def hold_out(
         if count >= source.share.documents:
             raise UserError(
                 f"eval.share: {fraction:g} of {source.source.label}, which has {source.share.documents:,} documents, "
-                "would leave none to train on: lower eval.share, or name held-out documents in eval.path."
+                "leaves none to train on. Lower eval.share, or set eval.path to held-out documents."
             )
         chosen = np.zeros(source.share.documents, bool)
         chosen[permutation(source.share.documents, f"{seed}:eval.share:{number}")[:count]] = True
@@ -333,8 +337,9 @@ def hold_out(
 
 
 def find_leaks(held_out: Documents, training: Documents) -> list[tuple[str, str]]:
-    """(name of a held-out document, name of the first equal one in the training data) of all documents that are in
-    both. Equal are tokens before truncation, and sizes of images. Names are file:line or file[row]."""
+    """Held-out documents that are also in the training data: (name of the held-out document, name of the first equal
+    training document). Documents are equal if their tokens before truncation and the sizes of their images are equal.
+    Names are file:line or file[row]."""
     held_out_probes, training_probes = held_out.probes(), training.probes()
     equal = {training.content(int(i)): int(i) for i in np.flatnonzero(np.isin(training_probes, held_out_probes))[::-1]}
     pairs = (
@@ -344,15 +349,15 @@ def find_leaks(held_out: Documents, training: Documents) -> list[tuple[str, str]
 
 
 def leak_hint(name: str, equal: Sequence[tuple[str, str]], held_out: int, noun: str) -> list[str]:
-    """A line about held-out data that are trained on, too. name: of the source, "" for eval.path and eval.share. equal:
+    """A line about held-out data that are also trained on. name: of the source, "" for eval.path and eval.share. equal:
     (held-out row, equal row of the training data). held_out: number of held-out rows. noun: their plural."""
     if not equal:
         return []
     held_out_row, training_row = equal[0]
     return [
-        f"hint     {name + ': ' if name else ''}{len(equal):,} of the {held_out:,} held-out {noun} are in the training "
-        f"data, too, so that the evaluation measures new data less well. The first: {held_out_row} is the same as "
-        f"{training_row}. Leave them out of one of the two"
+        f"hint     {name + ': ' if name else ''}{len(equal):,} of the {held_out:,} held-out {noun} are also in the "
+        f"training data, so the evaluation says less about new data. The first: {held_out_row} equals {training_row}. "
+        "Remove them from one of the two"
     ]
 
 
@@ -365,7 +370,7 @@ def _check_not_empty(source: DataSource, tables: Sequence[TokenTable], drop: boo
         )
     if not any(len(table) for table in tables):
         raise UserError(
-            f"{source.parts[0].origin}: holds no documents. data.path must name data with {NEEDED} in each row."
+            f"{source.parts[0].origin}: contains no documents. data.path must name data with {NEEDED} in each row."
         )
 
 
@@ -412,7 +417,7 @@ class _SourceDocuments:
 
 
 def unit_of(roles: Sequence[Array]) -> str:
-    """What a step counts of documents with these roles: documents, or pairs or answers of preferences."""
+    """The unit in which a step counts documents with these roles: documents, or pairs or answers of preferences."""
     present = {ROLES[int(role)] for of_table in roles for role in np.unique(of_table)} - {""}
     paired = {"chosen", "rejected"}
     return "documents" if not present else "pairs" if present <= paired else "rows" if present & paired else "answers"
@@ -422,7 +427,7 @@ def _join(loaded: Sequence[_SourceDocuments], tail: float | None = None) -> tupl
     emptied = [source.source.label for source in loaded if not source.share.documents]
     if emptied:
         raise UserError(
-            f"data.sources: data.long_documents: drop leaves no document of {emptied[0]}. Leave the source out, raise "
+            f"data.sources: data.long_documents: drop leaves no document of {emptied[0]}. Remove the source, raise "
             "data.max_length, or set data.long_documents: truncate."
         )
     selections = [selection for source in loaded for selection in source.selections]

@@ -1,4 +1,4 @@
-"""Records -> token ids, and a mask of the trained ones."""
+"""Encodes records as token ids and a mask of trained tokens."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-_SHOWN = 1500  # characters of a rendering that an error shows
+_SHOWN = 1500  # characters of a rendering in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How records become tokens. train_on: as data.train_on. chat_template: Jinja source that replaces the tokenizer's.
-    template_kwargs: variables of the template. date: the date that templates write, YYYY-MM-DD; None: today."""
+    """Options of tokenising records. train_on: as data.train_on. chat_template: Jinja source that replaces the
+    tokenizer's template. template_kwargs: variables of the template. date: the date in renderings, YYYY-MM-DD; None:
+    today."""
 
     train_on: TrainOn = "answers"
     chat_template: str | None = None
@@ -58,8 +59,8 @@ class Encoding:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A tokenised document. trained: 1 for each token that is trained as a target, else 0. places, patches, pairs: of
-    its images, as in ExpandedText. reach: tokens up to the end of the last image; 0 without images. lists: what a
-    teacher predicts, an entry for each token."""
+    its images, as in ExpandedText. reach: number of tokens up to the end of the last image; 0 without images. lists: a
+    teacher's predictions, an entry for each token."""
 
     ids: list[int]
     trained: list[int]
@@ -71,8 +72,8 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes records with one tokenizer. Threads may share an Encoder; a lock lets them run in parallel only while
-    chats are tokenised."""
+    """Encodes records with a tokenizer. Threads may share an Encoder; because of a lock, they run in parallel only
+    while chats are tokenised."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None, images: Images | None = None
@@ -81,7 +82,7 @@ class Encoder:
         self.tokenizer, self._images = tokenizer, images
         self.encoding = encoding or Encoding()
         self._prefix = self._find_prefix()
-        self._backend: Any = None  # for chats, made at the first
+        self._backend: Any = None  # for chats, created at the first
         self._answers: dict[str, AssistantMasks] = {}  # by the template's source
         self._lock = Lock()
 
@@ -92,7 +93,7 @@ class Encoder:
         except BaseException as error:
             if not is_panic(error):
                 raise
-            if len(records) > 1:  # which of them?
+            if len(records) > 1:  # encode them one by one to name the failing record
                 return [encoded for record in records for encoded in self.encode([record])]
             raise BadRowError(
                 f"{records[0].location}: the tokenizer fails for this text: {first_line(error)}."
@@ -129,14 +130,14 @@ class Encoder:
         return out
 
     def _steps(self, records: Sequence[Record]) -> list[Encoded]:
-        """Each step is tokenised by itself. Its last token has the step's number in `trained`, as of labels.py."""
+        """Each step is tokenised separately. `trained` of its last token is the step's number (labels.py)."""
         out = []
         with self._lock:
             prompts = self.beginnings([record.value["prompt"] for record in records])
             steps = [self.continuations(record.value["steps"]) for record in records]
         for record, prompt, parts in zip(records, prompts, steps, strict=True):
             if not all(parts):
-                raise BadRowError(f"{record.location}: a step of `completions` has no token. Remove the row.")
+                raise BadRowError(f"{record.location}: a step of `completions` has no tokens. Remove the row.")
             trained = [0] * len(prompt)
             for part, number in zip(parts, record.value["trained"], strict=True):
                 trained += [*[0] * (len(part) - 1), number]
@@ -147,12 +148,12 @@ class Encoder:
         if self.encoding.train_on != "answers":
             raise UserError(
                 f"{records[0].location}: data.train_on={self.encoding.train_on} would have no effect: rows of "
-                "`input_ids` mark the trained tokens themselves. Leave data.train_on out."
+                "`input_ids` mark the trained tokens themselves. Remove data.train_on."
             )
         return [Encoded(record.value["input_ids"], record.value["trained"]) for record in records]
 
     def encode_prompts(self, records: Sequence[Record]) -> list[Encoded]:
-        """Prompt and completion are tokenised separately: the prompt must have the tokens that generation will see."""
+        """Prompt and completion are tokenised separately, so that the prompt has the same tokens as in generation."""
         eos = self._eos(records[0])
         with self._lock:
             prompts = self.beginnings([record.value["prompt"] for record in records])
@@ -165,7 +166,7 @@ class Encoder:
         return out
 
     def _chats(self, records: Sequence[Record]) -> list[Encoded]:
-        """Each conversation is rendered and tokenised as a whole; a token with any trained character is trained."""
+        """Each conversation is rendered and tokenised in one piece. A token with any trained character is trained."""
         sizes: list[list[MediaInfo]] = [[] for _ in records]
         if self._images is not None:  # opens every image, and fetches URLs
             opened = self._images.read(records)
@@ -192,15 +193,15 @@ class Encoder:
             return self._either(record, self.encoding.train_on, render)
         except AmbiguousAnswerError as error:
             raise BadRowError(
-                f"{record.location}: cannot tell which tokens are the assistant's: {error}. This is the rendering, "
-                f"with the numbers of the messages that were found:\n{_shown(error.rendering)}\nIn a copy of the "
-                "template, put {% generation %} before the assistant's text and {% endgeneration %} behind its "
-                "end-of-turn token, and name it in data.chat_template."
+                f"{record.location}: weft cannot determine which tokens are the assistant's: {error}. This is the "
+                f"rendering, with the numbers of the recognised messages:\n{_shown(error.rendering)}\nIn a copy of the "
+                f"template, put {{% generation %}} before the assistant's text and {{% endgeneration %}} after its "
+                "end-of-turn token, and set data.chat_template to the copy."
             ) from error
 
     def _either(self, record: Record, train_on: TrainOn, render: Callable[[ChatInput], T]) -> T:
-        """What `render` makes of a chat with tool-call arguments as objects; if the template refuses or loses them, as
-        JSON text. Raises BadRowError with the first of both refusals."""
+        """The result of `render` for a chat with tool-call arguments as objects or, if the template refuses or loses
+        these, as JSON text. Raises BadRowError with the first refusal."""
         first: RenderError | UnrenderedTextError | None = None
         for text_arguments in (False, True):
             chat = conversation(record, train_on, text_arguments=text_arguments)
@@ -216,7 +217,7 @@ class Encoder:
         raise template_refusal(record.location, first) from first
 
     def masks_of(self, record: Record, chat: ChatInput) -> AssistantMasks:
-        """The AssistantMasks of the template for this conversation; a tokenizer may have another template for tools."""
+        """The AssistantMasks of this conversation's template; a tokenizer may have a separate template for tools."""
         source = self.encoding.chat_template
         if source is None and record.images and self._images is not None:
             source = self._images.template
@@ -234,8 +235,8 @@ class Encoder:
         return self._answers[source]
 
     def question(self, record: Record) -> tuple[ChatInput, AssistantMasks, dict[str, Any]]:
-        """(a chat that is to be answered, the masks of its template, the template's variables). Everything that the
-        chat has is in its rendering. Raises BadRowError."""
+        """(a chat to answer, the masks of its template, the template's variables). Raises BadRowError, also if a part
+        of the chat is missing from its rendering."""
 
         def render(chat: ChatInput) -> tuple[ChatInput, AssistantMasks, dict[str, Any]]:
             answers, kwargs = self.masks_of(record, chat), {**self.encoding.template_kwargs, **chat.kwargs}
@@ -254,8 +255,8 @@ class Encoder:
         return ids
 
     def beginnings(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of texts that begin a document, in training and in prompts: behind what the tokenizer puts first,
-        such as bos, unless a text has it already, as one that was rendered with a chat template. Nothing follows them.
+        """Token ids of texts at the beginning of a document, in training and in prompts. The tokenizer's prefix, such
+        as bos, is added unless the text already has it, as renderings of chat templates do. No suffix is added.
         """
         n = len(self._prefix)
         return [ids if ids[:n] == self._prefix else self._prefix + ids for ids in self.plain(texts)]
@@ -263,7 +264,7 @@ class Encoder:
     def continuations(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts that continue other texts.
 
-        SentencePiece-like tokenizers put a space before a text, which is wrong inside a document. If "\\na" is not
+        SentencePiece-like tokenizers add a space before a text, which is wrong inside a document. If "\\na" is not
         tokenised as "\\n" followed by "a", each text is tokenised after a line break, whose tokens are then removed.
         """
         plain = self.plain(texts)
@@ -275,7 +276,7 @@ class Encoder:
         return [ids[n:] if ids[:n] == anchor else unanchored for ids, unanchored in zip(anchored, plain, strict=True)]
 
     def _find_prefix(self) -> list[int]:
-        """The tokens that the tokenizer puts before a text, such as bos."""
+        """The tokens that the tokenizer adds before a text, such as bos."""
         bare = self.plain(["a"])[0]
         full: list[int] = self.tokenizer("a", verbose=False)["input_ids"]
         for i in range(len(full) - len(bare) + 1):
@@ -287,27 +288,29 @@ class Encoder:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise UserError(
-                f"{record.location}: `{record.format}` documents end with the tokenizer's end-of-text token, and it "
-                "has none: a model trained without it would never stop. Set eos_token in tokenizer_config.json."
+                f"{record.location}: `{record.format}` documents end with the tokenizer's end-of-text token, but the "
+                "tokenizer has none. A model trained without it would never stop. Set eos_token in "
+                "tokenizer_config.json."
             )
         assert isinstance(eos, int)
         return eos
 
 
 def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encoding:
-    """The encoding of a config. Its date is set only if the template writes a date. Raises UserError."""
+    """The encoding of a config. Its date is set only if the template uses a date. Raises UserError."""
     source = chosen_template(data)
     if data.chat_template == "chatml" and "<|im_end|>" not in tokenizer.get_added_vocab():
         raise UserError(
-            "data.chat_template: chatml ends answers with <|im_end|>, and the tokenizer has no such token: a model "
-            "would have to spell it. Name a Jinja file that ends them with {{ eos_token }}, or take another model."
+            "data.chat_template: chatml ends answers with <|im_end|>, but the tokenizer has no such token, so a model "
+            "would learn to spell it. Set data.chat_template to a Jinja file that ends answers with {{ eos_token }}, "
+            "or use another model."
         )
     dated = "strftime_now" in (source or str(tokenizer.chat_template))
     return Encoding(data.train_on, source, data.template_kwargs, data.template_date if dated else None)
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None) -> bool:
-    """Whether there is a chat template, the tokenizer's or the encoding's."""
+    """Whether the encoding or the tokenizer has a chat template."""
     return bool(tokenizer.chat_template or (encoding and encoding.chat_template))
 
 
@@ -323,21 +326,21 @@ def renderer(
 def _template(source: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> ChatTemplate:
     try:
         variables: dict[str, Any] = {**tokenizer.special_tokens_map}
-        if encoding.date is not None:  # else the template reads the clock
+        if encoding.date is not None:  # without it, the template would read the clock
             variables["strftime_now"] = datetime.datetime.fromisoformat(encoding.date).strftime
         return ChatTemplate(source, variables)
     except TemplateSyntaxError as error:
         raise UserError(
             f"the tokenizer's chat template is not valid Jinja: {first_line(error)[:200]} (line {error.lineno}). Set "
-            "data.chat_template to another."
+            "data.chat_template to another template."
         ) from None
 
 
 def limit_message(location: str, error: RenderLimitError) -> str:
-    """The message about a template that exceeds its limits. location: the name of the document."""
+    """The message for a template that exceeds its limits. location: the name of the document."""
     return (
-        f"{location}: the chat template was stopped at this document: {error}, which no conversation needs. Set "
-        "data.chat_template to another, or remove the document."
+        f"{location}: weft stopped the chat template at this document: {error}, more than any conversation needs. Set "
+        "data.chat_template to another template, or remove the document."
     )
 
 
@@ -349,15 +352,15 @@ def _own_template(tokenizer: PreTrainedTokenizerBase, location: str, chat: ChatI
     if not tokenizer.chat_template:
         raise UserError(
             f"{location}: has `messages`, but the tokenizer has no chat template. Use the model's chat (instruct) "
-            "variant, put a chat_template.jinja beside the tokenizer, set data.chat_template (chatml, or a file), or "
-            "write `prompt` and `completion`."
+            "variant, add a chat_template.jinja to the tokenizer's folder, set data.chat_template (chatml, or a "
+            "file), or write `prompt` and `completion`."
         )
     source: str = tokenizer.get_chat_template(tools=chat.tools)
     return source
 
 
 def template_refusal(location: str, error: RenderError | UnrenderedTextError) -> BadRowError:
-    """The error of a conversation that a template refused, or did not render whole."""
+    """The error for a conversation that a template refused or rendered incompletely."""
     if isinstance(error, RenderError):
         return BadRowError(
             f"{location}: the chat template refused this document: {first_line(error)}. Change the messages, or set "
@@ -370,10 +373,10 @@ def template_refusal(location: str, error: RenderError | UnrenderedTextError) ->
 
 
 def _check_read(location: str, chat: ChatInput, template: ChatTemplate, kwargs: Mapping[str, Any]) -> None:
-    """Raises BadRowError if messages have a part that the template never reads: it would be lost silently."""
+    """Raises BadRowError if messages have a part that the template never reads, because it would be lost silently."""
     if chat.tools and not template.names("tools"):
         raise BadRowError(
-            f"{location}: has `tools`, which the chat template does not render. Leave them out "
+            f"{location}: has `tools`, which the chat template does not render. Omit them "
             f"({override('data.ignore', ['tools'])}), or set data.chat_template to one that does."
         )
     for number, message in enumerate(chat.messages, start=1):
@@ -399,7 +402,8 @@ def _check_read(location: str, chat: ChatInput, template: ChatTemplate, kwargs: 
 
 
 def _without_unread(chat: ChatInput, index: int) -> Iterator[tuple[str, str, ChatInput]]:
-    """Yields (which call, the key, the conversation without it) for each key that only the template could read."""
+    """Yields (the call's name in messages, the key, the conversation without it) for each key that only the template
+    could read."""
     message = chat.messages[index]
     for name in unread_keys(message):
         yield "", name, chat.replaced(index, **{name: None})
@@ -416,7 +420,7 @@ def _without_unread(chat: ChatInput, index: int) -> Iterator[tuple[str, str, Cha
 
 
 def _renders_alike(template: ChatTemplate, chat: ChatInput, changed: ChatInput, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a template renders two conversations alike; False if it refuses one of them."""
+    """Whether a template renders two conversations identically; False if it refuses either."""
     try:
         first, second = (template.render(c.messages, kwargs, tools=c.tools).text for c in (chat, changed))
     except RenderError:
@@ -432,8 +436,8 @@ def _chat_backend(tokenizer: PreTrainedTokenizerBase, location: str) -> Any:
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{location}: `messages` need a fast tokenizer (tokenizer.json) to mark which tokens to train, and "
-            f"model.path has a {type(tokenizer).__name__}. Convert it, or write `prompt` and `completion`."
+            f"{location}: `messages` need a fast tokenizer (tokenizer.json), so that weft can mark the trained tokens, "
+            f"but model.path has a {type(tokenizer).__name__}. Convert it, or write `prompt` and `completion`."
         )
     backend: Any = tokenizer.backend_tokenizer
     if backend.post_processor is not None or backend.padding is not None or backend.truncation is not None:
@@ -446,8 +450,8 @@ def _chat_backend(tokenizer: PreTrainedTokenizerBase, location: str) -> Any:
     lost = [i for i in range(len(text)) if encoding.char_to_token(i) is None]
     if lost:
         raise UserError(
-            f"{location}: the tokenizer drops characters of a chat, such as {text[lost[0]]!r}, so that trained tokens "
-            "cannot be told from others. Write `prompt` and `completion`."
+            f"{location}: the tokenizer drops characters of a chat, such as {text[lost[0]]!r}, so weft cannot tell "
+            "trained tokens from others. Write `prompt` and `completion`."
         )
     return backend
 
@@ -471,7 +475,7 @@ def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:
         after = _token_at(encoding, end, len(chat.text))
         if after is None:
             after = len(mask)
-        elif encoding.token_to_chars(after)[0] < end:  # this token has characters on both sides of the end
+        elif encoding.token_to_chars(after)[0] < end:  # the token has characters on both sides of the end
             after += 1
         if first is not None:
             mask[first:after] = [1] * (after - first)
@@ -479,7 +483,7 @@ def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:
 
 
 def _token_at(encoding: Any, position: int, limit: int) -> int | None:
-    """The token of the first character in [position, limit) that has one; None if none has."""
+    """The token of the first character in [position, limit) that has a token; None if no character has."""
     for i in range(position, limit):
         token: int | None = encoding.char_to_token(i)
         if token is not None:
@@ -488,7 +492,7 @@ def _token_at(encoding: Any, position: int, limit: int) -> int | None:
 
 
 def _shown(rendering: Rendering) -> str:
-    """The rendering, indented, with each message as [number:text:number]; the middle of a long one is left out."""
+    """The rendering, indented, with each message as [number:text:number]; the middle of a long rendering is omitted."""
     text = rendering.text
     for index, (start, end) in sorted(rendering.regions.items(), key=lambda item: -item[1][0]):
         text = f"{text[:start]}[{index + 1}:{text[start:end]}:{index + 1}]{text[end:]}"
@@ -498,8 +502,8 @@ def _shown(rendering: Rendering) -> str:
 
 
 def changed_files(model: str, data: DataConfig) -> dict[str, str]:
-    """Name -> text of the files that replace the model's in every checkpoint: the template of data.chat_template, and
-    the processor with data.image_pixels and data.video. A server of the checkpoint then needs none of these keys."""
+    """Name -> text of the files that replace the model's files in every checkpoint: the template of data.chat_template,
+    and the processor with data.image_pixels and data.video. With them, a server needs none of these keys."""
     template = chosen_template(data)
     texts = {} if template is None else {"chat_template.jinja": template}
     images = read_images(model, load_tokenizer(model), data) if data.image_pixels or data.video else None
@@ -508,7 +512,7 @@ def changed_files(model: str, data: DataConfig) -> dict[str, str]:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model (a directory or hub id). Raises UserError if there is none or it cannot be loaded."""
-    from transformers import (  # late, because it imports torch, which workers do not need
+    from transformers import (  # imported here: it imports torch, which workers do not need
         AutoTokenizer,
         PreTrainedTokenizerBase,
     )
@@ -528,13 +532,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             read_config(path)  # transformers finds the tokenizer through config.json: name that file if it is at fault
         raise UserError(
             f"model.path: no tokenizer could be read from {path}: {first_line(error)}. It needs tokenizer.json and "
-            "tokenizer_config.json beside config.json; copy them from the model you started from."
+            "tokenizer_config.json next to config.json. Copy them from the original model."
         ) from error
-    # Given only a config.json, transformers silently makes an empty tokenizer.
+    # With only a config.json, transformers silently creates an empty tokenizer.
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise UserError(
-            f"model.path: {path} holds no tokenizer. Copy tokenizer.json and tokenizer_config.json of the model you "
-            "started from to it."
+            f"model.path: {path} contains no tokenizer. Copy tokenizer.json and tokenizer_config.json of the original "
+            "model to it."
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     _check_tokenizer(tokenizer, path)
@@ -542,12 +546,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises UserError for settings that break the tokenizers library, or that let a short text fill the memory."""
+    """Raises UserError for settings that crash the tokenizers library, or with which a short text can fill the
+    memory."""
     max_length = tokenizer.model_max_length
     if not isinstance(max_length, int | float):
         raise UserError(
             f"model.path: {path}: tokenizer_config.json: model_max_length is {max_length!r:.80}, not a number of "
-            "tokens: correct it, or remove it."
+            "tokens. Correct it, or remove it."
         )
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is None:
@@ -556,16 +561,17 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     if growth > _MOST_GROWTH:
         raise UserError(
             f"model.path: {path}: tokenizer.json: its normalizer can make a text {growth:,.0f} times as long. Copy "
-            "tokenizer.json from the model you started from."
+            "tokenizer.json from the original model."
         )
 
 
-# Far above rules that write a space or a quote otherwise; a dozen rules that each double a text are beyond it.
+# Far above rules that replace a space or a quote; a dozen rules that each double a text exceed it.
 _MOST_GROWTH = 1000
 
 
 def _growth(normalizer: Mapping[str, Any], path: str) -> float:
-    """How many times as long a text can become. normalizer: as in tokenizer.json. Unicode's own forms do not count."""
+    """The largest factor by which a text can grow. normalizer: as in tokenizer.json. Unicode's normal forms are not
+    counted."""
     if normalizer["type"] == "Sequence":
         return math.prod(_growth(step, path) for step in normalizer["normalizers"])
     if normalizer["type"] != "Replace":
@@ -574,12 +580,12 @@ def _growth(normalizer: Mapping[str, Any], path: str) -> float:
     if pattern.get("String") == "":  # the library panics
         raise UserError(
             f"model.path: {path}: tokenizer.json: its normalizer replaces the empty text by {content!r:.40}. Copy "
-            "tokenizer.json from the model you started from."
+            "tokenizer.json from the original model."
         )
     if "String" in pattern:
         return max(1.0, len(content) / len(pattern["String"]))
     try:  # a pattern that matches the empty text matches between any two characters
         matches_empty = re.compile(pattern["Regex"]).match("") is not None
-    except re.error:  # the library has another dialect than Python
+    except re.error:  # the library's regular expressions differ from Python's
         matches_empty = True
     return max(1.0, len(content) + float(matches_empty))

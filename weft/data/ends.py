@@ -1,10 +1,10 @@
-"""The tokens that end an answer. Files of a base model name only the end of a document, and a chat template ends turns
-with another token: whatever generates (rollout engines, eval.prompts, `weft chat`, servers of a checkpoint) has to stop
-at both.
+"""The tokens that end an answer. Files of a base model name only the end of a document, but a chat template ends turns
+with another token. Every generator (rollout engines, eval.prompts, `weft chat`, servers of a checkpoint) must stop at
+both.
 
-The tokenizer's eos_token is never changed. It ends documents that are no chats, and templates write it, so that a later
-run on the checkpoint would render chats and end texts otherwise. transformers, vLLM and SGLang read the list in
-generation_config.json, so a checkpoint lists them there.
+weft never changes the tokenizer's eos_token: it ends documents other than chats, and templates write it, so a later run
+on the checkpoint would render chats and end texts differently. Instead, a checkpoint lists the tokens in
+generation_config.json, which transformers, vLLM and SGLang read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.models import hf
 
 GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-_LOOKED_AT = 1000  # documents, over all of the data, that tell which ends are trained
+_LOOKED_AT = 1000  # number of documents, spread over the data, that are searched for trained ends
 
 _TEXT = "weft-answer"
 _USER, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": _TEXT}
@@ -42,21 +42,21 @@ def _call(arguments: object) -> dict[str, Any]:
 
 
 _RESULT = {"role": "tool", "content": "result", "name": "f", "tool_call_id": "abcdefghi"}
-# Conversations whose trained answer ends a generation. An answer in the middle does not do: gpt-oss ends it with the
-# token that ends a thought, too.
+# Conversations whose trained answer ends a generation. An answer in the middle will not do: gpt-oss ends it with the
+# token that also ends a thought.
 _EXAMPLES = (
     ChatInput([_USER, _ANSWER], None, {}, (1,)),
     ChatInput([_USER, _call({})], [_TOOL], {}, (1,)),
     ChatInput([_USER, _call({}), _RESULT], [_TOOL], {}, (1,)),
-    ChatInput([_USER, _call("{}")], [_TOOL], {}, (1,)),  # some templates read text alone
+    ChatInput([_USER, _call("{}")], [_TOOL], {}, (1,)),  # some templates read only text
     ChatInput([_USER, _call("{}"), _RESULT], [_TOOL], {}, (1,)),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnds:
-    """Ids of the tokens that end answers. configured: according to the model's files. taught: further ones, with which
-    the chat template ends answers. shown: the taught ones as text."""
+    """Ids of the tokens that end answers. configured: from the model's files. taught: further tokens with which the
+    chat template ends answers. shown: the taught tokens as text."""
 
     configured: tuple[int, ...]
     taught: tuple[int, ...] = ()
@@ -64,24 +64,24 @@ class AnswerEnds:
 
     @property
     def ids(self) -> list[int]:
-        """All of them, sorted."""
+        """All ids, sorted."""
         return sorted({*self.configured, *self.taught})
 
     def lines(self) -> list[str]:
-        """For the opening of a run: the ends that the model's files lack."""
+        """For the startup output: the ends that the model's files lack."""
         if not self.taught:
             return []
         names = ", ".join(self.shown)
-        return [f"ends     answers end with {names}, too: it goes into {GENERATION} of every checkpoint, for servers"]
+        return [f"ends     answers also end with {names}: every checkpoint lists it in {GENERATION}, for servers"]
 
     def files(self, path: str) -> dict[str, str]:
-        """{generation_config.json: its text} for checkpoints of the model at `path`: its own, with the taught ends.
-        Empty if it names them all: the model's own file is copied then."""
+        """{generation_config.json: its text} for checkpoints of the model at `path`: the model's file with the taught
+        ends added. Empty if it already names all of them, and then the model's file is copied."""
         folder = hf.source_folder(path)
         own_file = folder / GENERATION if folder is not None else None
         if own_file is not None and own_file.is_file():
             content = read_object(own_file, "the config of generation")
-        else:  # transformers makes one of config.json, unless there is the file
+        else:  # without this file, transformers derives one from config.json
             text = hf.read_config(path).get_text_config()
             content = {name: value for name in _IDS if (value := getattr(text, name, None)) is not None}
         named = _listed(content.get("eos_token_id")) or list(self.configured)
@@ -109,7 +109,7 @@ def configured_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     named = [getattr(hf.read_config(path).get_text_config(), "eos_token_id", None), tokenizer.eos_token_id]
     try:
         named.append(GenerationConfig.from_pretrained(source).eos_token_id)
-    except OSError:  # not every model has the file
+    except OSError:  # some models lack the file
         pass
     except Exception as error:
         raise UserError(f"model.path: {source}: {GENERATION} cannot be read: {first_line(error)}.") from error
@@ -117,8 +117,8 @@ def configured_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def template_ends(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> list[int]:
-    """Ids of the tokens with which the chat template ends answers, also answers with tool calls: the last tokens that
-    are trained of example conversations. Empty without a template, and where it spells the end as text."""
+    """Ids of the tokens with which the chat template ends answers, including answers with tool calls: the last trained
+    tokens of example conversations. Empty without a template, or if it spells the end as text."""
     encoding = replace(encoding or Encoding(), train_on="answers")
     if not has_template(tokenizer, encoding):
         return []
@@ -134,7 +134,7 @@ def template_ends(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None 
             RenderError,
             AmbiguousAnswerError,
             RenderLimitError,
-        ):  # no template has all that the examples have
+        ):  # no template supports all examples
             continue
         for start, end in masked.spans[-1:]:
             text = masked.text[start:end].rstrip()
@@ -147,9 +147,9 @@ def template_ends(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None 
 def taught_ends(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None
 ) -> list[int]:
-    """Ids of the added tokens that training documents teach as the end of an answer: the template's, if one of them is
-    trained in any document; else those that come last in a document and before no trained token (chats that were
-    tokenised by someone else)."""
+    """Ids of the added tokens that training documents teach as the end of an answer: the template's ends, if any
+    document trains one; else the trained tokens that are last in a document and never followed by a trained token (for
+    chats that were tokenised elsewhere)."""
     trained, last, inside = set[int](), set[int](), set[int]()
     for index in np.linspace(0, len(documents) - 1, min(len(documents), _LOOKED_AT)).astype(int) if documents else ():
         document = documents[int(index)]

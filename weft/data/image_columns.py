@@ -1,10 +1,10 @@
-"""The images and videos of a row: from content parts, and from the columns `images` and `videos`, whose places are
+"""The images and videos of a row: from content parts, and from the columns `images` and `videos`, whose positions are
 marked in the texts.
 
 {"role": "user", "content": [{"type": "image", "image": "cat.jpg"}, {"type": "text", "text": "What is it?"}]}
 {"messages": [{"role": "user", "content": "<video>What happens?"}, ...], "videos": ["cat.gif"]}
 
-Nothing is opened here (image_files.py and video_files.py do that). For each image or video, chat templates get a bare
+image_files.py and video_files.py open files; this file does not. For each image or video, chat templates get a bare
 part {"type": "image"} or {"type": "video"}.
 """
 
@@ -28,9 +28,9 @@ from weft.terminal import counted
 
 COLUMN, VIDEOS = "images", "videos"
 _FORMS = "a path, a data: URI, base64, or {bytes, path} as datasets writes it"
-# The first characters of a PNG, JPEG, GIF, WebP, BMP or TIFF in base64. No path looks like this and is as long.
+# The first characters of a PNG, JPEG, GIF, WebP, BMP or TIFF in base64. No path of this length begins like this.
 _BASE64 = re.compile(r"\A(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-9A-Za-z]|SUkqA|TU0AK)[A-Za-z0-9+/=\s]{40,}\Z")
-# Keys that qwen-vl-utils reads from each part; weft sets them for all videos in data.video.
+# Keys that qwen-vl-utils reads from each part; in weft, data.video sets them for all videos.
 _OF_EACH_VIDEO = (
     "fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels", "resized_height",
     "resized_width", "video_start", "video_end",
@@ -41,8 +41,8 @@ _OF_EACH_IMAGE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Where an image of a row is. Exactly one of path (absolute), data (the encoded bytes), url and picture (a PIL
-    image) is set; a fetched url has data as well."""
+    """The location of an image of a row. Exactly one of path (absolute), data (the encoded bytes), url and picture (a
+    PIL image) is set; a fetched url also has data."""
 
     path: str | None = None
     data: bytes | None = None
@@ -56,8 +56,8 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Where a video of a row is. file: one file or a folder of frames; else frames: one image each. fps: frames a
-    second of a folder or list of frames, if the row gives it."""
+    """The location of a video of a row: file (a file or a folder of frames) or frames (one image each). fps: frames per
+    second of a folder or list of frames, if the row has it."""
 
     file: Image | None = None
     frames: tuple[Image, ...] = ()
@@ -79,9 +79,9 @@ def images_alone(media: Sequence[Image | Video]) -> tuple[Image, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _MediaKind:
-    """Images or videos. column: their column of a row. mark: what marks the place of one in a text, if the row has the
-    column. parts: their types of content parts. keys: the keys of a part that may hold one. read: (name in messages,
-    value of the column or part, folder) -> Image or Video."""
+    """Images or videos. column: their column of a row. mark: the text that marks a position in messages, if the row has
+    the column. parts: their types of content parts. keys: the keys of a part that may contain an image or video. read:
+    (name in messages, value of the column or part, folder) -> Image or Video."""
 
     name: str
     column: str
@@ -91,7 +91,7 @@ class _MediaKind:
     read: Callable[[str, Any, str], Image | Video]
 
     def payload(self, part: Mapping[str, Any]) -> Any:
-        """The image or video that a part holds; None if it is to come from the column."""
+        """The image or video in a part; None if the column provides it."""
         return next((part[key] for key in self.keys if part.get(key) is not None), None)
 
 
@@ -100,11 +100,11 @@ def take_images(
 ) -> tuple[list[Message], tuple[Image | Video, ...]]:
     """Returns (messages with a bare part for each image and video, the images and videos in the order of the parts).
 
-    A part without an image, and each `<image>` in a text, takes the next image of the column `images`. If there is no
-    such place, the images go before the text of the first user message, as in TRL. Videos are treated the same.
+    The images of the column `images` fill, in order, the parts without an image and each `<image>` in a text. Without
+    such positions, the images go before the text of the first user message, as in TRL. Videos are treated the same.
 
-    folder: paths are relative to it. Raises UserError for an invalid image or video, and if a column does not have as
-    many as there are places for it.
+    folder: paths are relative to it. Raises UserError for an invalid image or video, or if the number of images or
+    videos in a column differs from the number of positions.
     """
     columns = {
         kind: _column(
@@ -155,25 +155,25 @@ def _check_counts(location: str, row: Mapping[str, Any], kind: _MediaKind, count
     hint = "" if count or name not in row else f" Set {override('data.columns', {kind.column: name})}."
     raise UserError(
         f"{location}: has {counted(count, name)} in `{kind.column}` and {counted(places, 'place')} "
-        f'for them ({kind.mark} in a text, or a part {{"type": "{name}"}} without its {name}): each needs one of '
-        f"the other.{hint}"
+        f'for them ({kind.mark} in a text, or a part {{"type": "{name}"}} without its {name}). The two numbers '
+        f"must be equal.{hint}"
     )
 
 
 def _column(location: str, kind: _MediaKind, row: Mapping[str, Any], folder: str, marked: bool) -> list[Image | Video]:
-    """The images or videos of their column. marked: whether the texts have places for them."""
+    """The images or videos in their column. marked: whether the texts have positions for them."""
     name = kind.name if row.get(kind.column) is None and marked else kind.column  # LLaVA's data have a column `image`
     value = parse_json_list(location, name, row.get(name))
     if value is None:
         return []
     items = list(value) if isinstance(value, list | tuple) else [value]
     if any(item is None for item in items):
-        raise UserError(f"{location}: `{kind.column}` holds null. Remove it, and its place in the text.")
+        raise UserError(f"{location}: `{kind.column}` contains null. Remove it, and its position in the text.")
     return [kind.read(f"{location}: `{kind.column}`", item, folder) for item in items]
 
 
 def _places(message: Message, kind: _MediaKind) -> int:
-    """The number of places in a message that take an image or video from the column."""
+    """The number of positions in a message that need an image or video from the column."""
     content = message.get("content")
     if isinstance(content, str):
         return content.count(kind.mark)
@@ -184,7 +184,7 @@ def _places(message: Message, kind: _MediaKind) -> int:
 def _before_the_question(location: str, messages: Sequence[Message], kind: _MediaKind, count: int) -> list[Message]:
     index = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if index is None:
-        raise UserError(f"{location}: has `{kind.column}`, and no message of the user to which they could belong.")
+        raise UserError(f"{location}: has `{kind.column}`, but no message of the user that could contain them.")
     message, content = messages[index], messages[index].get("content")
     texts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     parts = [*({"type": kind.name} for _ in range(count)), *texts]
@@ -192,7 +192,7 @@ def _before_the_question(location: str, messages: Sequence[Message], kind: _Medi
 
 
 def _parts(content: Sequence[Any], marked: Sequence[_MediaKind]) -> Iterator[dict[str, Any]]:
-    """The parts of a content. marked: kinds whose marks in texts become bare parts."""
+    """The parts of a message's content. marked: kinds whose marks in texts become bare parts."""
     kinds = {kind.mark: kind for kind in marked}
     for part in content:
         if part["type"] != "text" or not any(mark in part["text"] for mark in kinds):
@@ -215,7 +215,8 @@ def _image(location: str, value: Any, folder: str) -> Image:
         if present_key is not None:
             if unread := [key for key in _OF_EACH_IMAGE if value.get(key) is not None]:
                 raise UserError(
-                    f"{location}: `{unread[0]}` of an image is not read: set data.image_pixels, for all images."
+                    f"{location}: `{unread[0]}` of an image is not read. Set data.image_pixels, which applies to all "
+                    "images."
                 )
             return _image(location, value[present_key], folder)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -231,7 +232,7 @@ def _video(location: str, value: Any, folder: str) -> Video:
     if isinstance(value, Mapping):
         if unread := [key for key in _OF_EACH_VIDEO if value.get(key) is not None]:
             raise UserError(
-                f"{location}: `{unread[0]}` of a video is not read: set data.video, which is for all videos."
+                f"{location}: `{unread[0]}` of a video is not read. Set data.video, which applies to all videos."
             )
         present_key = next((key for key in ("bytes", *_VIDEO.keys) if value.get(key) is not None), None)
         if present_key is not None:
@@ -239,7 +240,9 @@ def _video(location: str, value: Any, folder: str) -> Video:
             return replace(inner, fps=_fps(location, value) or inner.fps)
     if isinstance(value, list | tuple):
         if len(value) < 2:
-            number = "one frame: write it as an image" if value else "no frames: remove it, and its place in the text"
+            number = (
+                "one frame. Write it as an image" if value else "no frames. Remove it, and its position in the text"
+            )
             raise UserError(f"{location}: a video has {number}.")
         return Video(frames=tuple(_image(f"{location}: a frame", frame, folder) for frame in value))
     if isinstance(value, str | bytes | bytearray | memoryview) or _is_picture(value):
@@ -248,12 +251,12 @@ def _video(location: str, value: Any, folder: str) -> Video:
 
 
 def _is_picture(value: Any) -> bool:
-    """Whether this is a PIL image, told without importing PIL, which may be missing."""
+    """Whether this is a PIL image; does not import PIL, which may be missing."""
     return hasattr(value, "convert") and hasattr(value, "size")
 
 
 def _fps(location: str, part: Mapping[str, Any]) -> float | None:
-    """The frames a second of a list of frames, under qwen-vl-utils' key `sample_fps`; None if not given."""
+    """Frames per second of a list of frames, from qwen-vl-utils' key `sample_fps`; None if missing."""
     fps = part.get("sample_fps")
     if fps is None:
         return None
@@ -262,7 +265,7 @@ def _fps(location: str, part: Mapping[str, Any]) -> float | None:
     except (TypeError, ValueError):
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise UserError(f"{location}: `sample_fps` must be the frames of a second, above 0, not {json.dumps(fps)}.")
+        raise UserError(f"{location}: `sample_fps` must be the frames per second, above 0, not {json.dumps(fps)}.")
     return rate
 
 
@@ -271,7 +274,9 @@ def _of_text(location: str, text: str, folder: str) -> Image:
     if scheme == "data":
         head, comma, body = text.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise UserError(f"{location}: {text[:40]!r}... is no data: URI of base64: write data:image/png;base64,...")
+            raise UserError(
+                f"{location}: {text[:40]!r}... is not a data: URI of base64. Write data:image/png;base64,..."
+            )
         return Image(data=_decoded(location, body))
     if scheme in ("http", "https"):
         return Image(url=text)
@@ -288,8 +293,8 @@ def _of_text(location: str, text: str, folder: str) -> Image:
 def _of_file_url(location: str, text: str) -> str:
     try:
         return unquote(urlsplit(text).path)
-    except ValueError as error:  # brackets that hold no address
-        raise UserError(f"{location}: {text[:80]!r} is no file: URL ({error}): write a path.") from None
+    except ValueError as error:  # brackets without an address
+        raise UserError(f"{location}: {text[:80]!r} is not a valid file: URL ({error}). Write a path.") from None
 
 
 def _decoded(location: str, text: str) -> bytes:

@@ -1,8 +1,8 @@
-"""Opening the images of rows: for their sizes before training, for their pixels when a step needs them. Where to find
-images and videos again, and the images of prompts. Imports no torch, because reward processes use it.
+"""Opens the images of rows: before training for their sizes, in a step for their pixels. Also records where images and
+videos are, and opens the images of prompts. Imports no torch, because reward processes use this file.
 
-Every image is turned by its EXIF orientation and converted to RGB, as in transformers' load_image. An image that cannot
-be opened raises BadRowError with row, image and reason.
+Every image is rotated by its EXIF orientation and converted to RGB, as in transformers' load_image. If an image cannot
+be opened, BadRowError names row, image and reason.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from weft.errors import BadRowError, UserError, first_line, how_to_install
 from weft.files import regular_file
 from weft.models.clips import Clip, Sampling, Shape
 
-# The formats that PIL decodes by itself: others run external programs (EPS), or are not pictures.
+# The formats that PIL decodes itself: others run external programs (EPS), or are not pictures.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag; its values that swap height and width
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag; the values of it that swap height and width
 _DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # PIL modes that would turn white in RGB
-MAX_PIXELS = 89_478_485  # PIL's own limit for an image that is decoded
+MAX_PIXELS = 89_478_485  # PIL's limit for decoded images
 
 
 @dataclass(frozen=True, slots=True)
 class ImageChecks:
     """decode: as data.check_images. max_pixels: as data.max_image_pixels. fetch: as data.fetch_images. rows: whether
-    the images come from rows, so that errors give advice about rows. video: as data.video."""
+    the images come from rows; then errors give advice about rows. video: as data.video."""
 
     decode: bool = True
     max_pixels: int = MAX_PIXELS
@@ -49,8 +49,9 @@ class ImageChecks:
 class MediaInfo:
     """Measurements of an image, or of a video, whose frames all have one size.
 
-    height, width: in pixels, after turning. size: bytes of the files (pixels of a PIL image in memory). changed: the
-    last modification of the files, in nanoseconds; 0 if there are none. clip: the frames that are taken of a video.
+    height, width: in pixels, after rotation. size: bytes of the files (number of pixels for a PIL image in memory).
+    changed: time of the files' last modification, in nanoseconds; 0 without files. clip: the frames sampled from a
+    video.
     """
 
     height: int
@@ -61,15 +62,15 @@ class MediaInfo:
 
     @property
     def shape(self) -> Shape:
-        """What a processor needs to compute the layout."""
+        """The sizes from which a processor computes the layout."""
         return (self.height, self.width) if self.clip is None else (self.height, self.width, self.clip)
 
 
 def need_pillow(location: str) -> None:
-    """Raises UserError if Pillow is missing. location: what needs it, for the message."""
+    """Raises UserError if Pillow is missing. location: the row that needs it, for the message."""
     if find_spec("PIL") is None:
         raise UserError(
-            f"{location}: images are read by Pillow, which is not installed: {how_to_install('pillow', 'vision')}."
+            f"{location}: weft reads images with Pillow, which is not installed: {how_to_install('pillow', 'vision')}."
         )
 
 
@@ -79,14 +80,16 @@ def opening_pool() -> ThreadPoolExecutor:
 
 
 def measure_image(image: Image, location: str, checks: ImageChecks) -> MediaInfo:
-    """Measures an image before training, and decodes it if checks.decode. location: names the row and the image. Raises
-    BadRowError."""
+    """Measures an image before training, and decodes it if checks.decode. location: name of the row and the image.
+    Raises BadRowError."""
     with open_image(image, location, checks) as (picture, size, changed):
         orientation = _orientation(picture)
-        if checks.decode or (picture.format == "TIFF" and orientation in _TURNED):  # Pillow turns TIFF while it decodes
+        if checks.decode or (
+            picture.format == "TIFF" and orientation in _TURNED
+        ):  # Pillow rotates TIFF while it decodes
             picture.load()
             picture, orientation = _upright(picture), None
-            if picture.mode != "RGB":  # all that `pixels` does: what fails, fails now
+            if picture.mode != "RGB":  # the same operations as `pixels`, so that errors show before training
                 to_rgb(picture)
         width, height = reversed(picture.size) if orientation in _TURNED else picture.size
         return MediaInfo(height, width, size, changed)
@@ -109,8 +112,8 @@ def _orientation(picture: Any) -> Any:
 
 
 def _upright(picture: Any) -> Any:
-    """The picture turned by its EXIF orientation. Pillow's ImageOps.exif_transpose also rewrites the rest of the EXIF,
-    which fails for values of other types than their tags have."""
+    """The picture rotated by its EXIF orientation. Pillow's ImageOps.exif_transpose is not used: it also rewrites the
+    rest of the EXIF, which fails for values whose type does not fit their tag."""
     from PIL import Image as Pil
 
     turn = Pil.Transpose
@@ -125,7 +128,7 @@ def _upright(picture: Any) -> Any:
 def to_rgb(picture: Any) -> Any:
     """The picture in RGB."""
     if picture.mode == "P" and "transparency" in picture.info:
-        picture = picture.convert("RGBA")  # avoids a warning of PIL
+        picture = picture.convert("RGBA")  # avoids a warning from PIL
     return picture.convert("RGB")
 
 
@@ -163,11 +166,11 @@ def open_image(image: Image, location: str, checks: ImageChecks) -> Iterator[tup
         raise error if isinstance(error, BadRowError) else BadRowError(f"{name}: {error}") from None
     except FileNotFoundError:
         hint = " Paths are relative to the file of the row." if checks.rows else ""
-        raise BadRowError(f"{name}: there is no such file.{hint}") from None
+        raise BadRowError(f"{name}: no such file.{hint}") from None
     except MemoryError as error:
-        error.add_note(f"{name}: there is no memory to decode this image. Make it smaller, or leave it out.")
+        error.add_note(f"{name}: not enough memory to decode this image. Make it smaller, or remove it.")
         raise
-    except Exception as error:  # PIL's decoders raise errors of any type for what they cannot read
+    except Exception as error:  # PIL's decoders raise exceptions of any type for damaged files
         hint = " Fix the image, or remove the row." if checks.rows else ""
         raise BadRowError(f"{name}: {_reason(image, error)}{hint}") from None
 
@@ -180,8 +183,8 @@ def _decoder(file: Any) -> Any:
 
 @cache
 def _decodable_formats() -> list[str]:
-    """The formats that this Pillow was built with. Silences Pillow's warnings (about sizes, which weft checks itself,
-    and damaged EXIF) for the whole process, because threads share the warning filters."""
+    """The formats that the installed Pillow supports. Silences Pillow's warnings (about sizes, which weft checks
+    itself, and damaged EXIF) for the whole process, because threads share the warning filters."""
     from PIL import Image as Pil
 
     warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -193,8 +196,8 @@ def _checked(picture: Any, name: str, checks: ImageChecks) -> Any:
     check_size(picture.size, name, checks)
     if picture.mode in _DEEP:
         raise BadRowError(
-            f"{name}: has {'16' if '16' in picture.mode else '32'} bits for a pixel ({picture.mode}), which would turn "
-            "white. Save it with 8 bits for each of red, green and blue."
+            f"{name}: has {'16' if '16' in picture.mode else '32'} bits per pixel ({picture.mode}), which would turn "
+            "white. Save it with 8 bits per colour channel."
         )
     return picture
 
@@ -204,7 +207,7 @@ def check_size(size: tuple[int, int], name: str, checks: ImageChecks) -> None:
     width, height = size
     if width * height > checks.max_pixels:
         limit = f"{'data.max_image_pixels = ' if checks.rows else ''}{checks.max_pixels:,}"
-        hint = ", or set data.max_image_pixels to more" if checks.rows else ""
+        hint = ", or raise data.max_image_pixels" if checks.rows else ""
         raise BadRowError(
             f"{name}: has {width:,} x {height:,} pixels, more than {limit}: decoding it could fill the memory. Make it "
             f"smaller{hint}."
@@ -223,7 +226,7 @@ def _reason(image: Image, error: Exception) -> str:
     if size == 0:
         return "is empty."
     if isinstance(error, UnidentifiedImageError):
-        return f"is no image that can be read (formats: {', '.join(FORMATS)})."
+        return f"is not a readable image (formats: {', '.join(FORMATS)})."
     if isinstance(error, Pil.DecompressionBombError):
         return f"has more than {2 * MAX_PIXELS:,} pixels, which Pillow refuses."
     if isinstance(error, OSError) and error.errno is not None:
@@ -246,8 +249,8 @@ class PromptImages:
     pairs: int
 
     def followed_by(self, reply_images: PromptImages) -> PromptImages:
-        """These images followed by the images of replies. reply_images: the latter; its patches and pairs must already
-        count all images together, because processors pad the images of one document to the largest."""
+        """These images followed by the images of replies. reply_images.patches and .pairs must already count all images
+        together, because processors pad the images of a document to the largest."""
         joined = (*self.images, *reply_images.images), (*self.sizes, *reply_images.sizes)
         return PromptImages(self.location, *joined, reply_images.patches, reply_images.pairs)
 
@@ -257,7 +260,8 @@ class PromptImages:
         return [str(image) for image in self.images]
 
     def pictures(self) -> list[Any]:
-        """The images as PIL images in RGB. Raises BadRowError if one can no longer be opened, or has more pixels."""
+        """The images as PIL images in RGB. Raises BadRowError if an image can no longer be opened, or now has more
+        pixels."""
         pictures = []
         for image, size in zip(self.images, self.sizes, strict=True):
             checks = ImageChecks(max_pixels=size.height * size.width)  # data.max_image_pixels allowed this size
@@ -265,7 +269,7 @@ class PromptImages:
         return pictures
 
 
-# ---------------------------------------------------------------- where to find images again
+# ---------------------------------------------------------------- locations of images
 
 # A packed index: kind, height, width, bytes, a number (the modification time of the files; for a index in a row, the
 # position of the row), the index among the images of the row; for a video also the fields of its Clip.
@@ -277,17 +281,17 @@ FILES, VIDEOS = (_PATH, _VIDEO_PATH, _FRAMES), (_VIDEO_PATH, _VIDEO_ROW, _VIDEO_
 
 
 def identity(packed: Any) -> Any:
-    """The bytes that go into the digest of a document: size in pixels and bytes, and the clip, but not the location.
-    packed: the first HEAD_BYTES of a packed place."""
+    """The bytes for the digest of a document: size in pixels and bytes, and the clip, but not the location. packed: the
+    first HEAD_BYTES of a packed location."""
     clip = packed[_HEAD.size :].tobytes() if packed[0] in VIDEOS else b""
     return packed[1:17].tobytes() + clip
 
 
 @dataclass(frozen=True, slots=True)
 class MediaLocation:
-    """Where to find an image or a video again. info: its measurements when it was tokenised. paths: of its file or
-    folder, or of its frames. data: a copy of its bytes. With neither, it is number `index` among the images of the row
-    at `position`."""
+    """The location of an image or a video, for reading it again. info: its measurements when it was tokenised. paths:
+    of its file or folder, or of its frames. data: a copy of its bytes. With neither, it is image number `index` of the
+    row at `position`."""
 
     info: MediaInfo
     paths: tuple[str, ...] = ()
@@ -297,7 +301,7 @@ class MediaLocation:
 
     @property
     def in_row(self) -> bool:
-        """Whether the row must be read again to get it."""
+        """Whether it can only be read from its row."""
         return not self.paths and self.data is None
 
     def source(self, row: Sequence[Image | Video]) -> Image | Video:
@@ -343,7 +347,8 @@ class MediaLocation:
 
 
 def file_state(paths: Sequence[str]) -> tuple[int, int] | None:
-    """(total bytes, latest modification in nanoseconds) of files and of the files in folders; None if one is gone."""
+    """(total bytes, latest modification in nanoseconds) of files and of the files in folders; None if a file is
+    gone."""
     try:
         stats = [os.stat(file) for path in paths for file in files_of(path)]
     except OSError:
@@ -352,7 +357,7 @@ def file_state(paths: Sequence[str]) -> tuple[int, int] | None:
 
 
 def files_of(path: str) -> list[str]:
-    """[path] for a file; for a folder its files that are not hidden, ordered by the numbers in their names."""
+    """[path] for a file; for a folder, its files except hidden ones, ordered by the numbers in their names."""
     if not os.path.isdir(path):
         return [path]
     names = [entry.name for entry in os.scandir(path) if entry.is_file() and not entry.name.startswith(".")]
@@ -368,13 +373,13 @@ def locate_media(
 ) -> MediaLocation:
     """The MediaLocation of an image or video. location: the name of its row, for messages. position: of the row, if the
     row can be read again, else None. index: its index among the images of the row. Raises BadRowError if it could not
-    be found again."""
+    be read again."""
     if isinstance(media, Video) and media.file is None:
         if all(frame.path is not None for frame in media.frames):
             return MediaLocation(info, tuple(str(frame.path) for frame in media.frames))
         if position is None:
             raise BadRowError(
-                f"{location}: its frames lie in a row that cannot be read again. Write the data as JSONL or Parquet, "
+                f"{location}: its frames are in a row that cannot be read again. Write the data as JSONL or Parquet, "
                 "or name files."
             )
         return MediaLocation(info, position=position, index=index)

@@ -1,4 +1,4 @@
-"""Opening the images of prompts in the processes that run a model."""
+"""Opens the images of prompts in the processes that run a model."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from weft.data.image_files import MediaInfo, PromptImages
 from weft.data.images import Images, read_images
 from weft.engine.batch.media import Media
 
-_ROOM = 1 << 30  # bytes of opened images that a process keeps: the images of a few hundred prompts
+_ROOM = 1 << 30  # bytes of opened images in a process's cache: the images of a few hundred prompts
 
 
 class ImageOpener:
-    """Opens images of prompts in one process, with an LRU cache: the samples of a prompt share its images, and a step
-    reads each sample several times."""
+    """Opens images of prompts in a process, with an LRU cache, because the samples of a prompt share its images and a
+    step reads each sample several times."""
 
     def __init__(self, read: Callable[[], Images | None], room: int = _ROOM) -> None:
         """read: returns the image reader of the model, None for a text model; called at the first image, so that a
-        process without images loads no tokenizer and no processor. room: bytes to keep."""
+        process without images loads no tokenizer and no processor. room: size of the cache in bytes."""
         self._read, self._room, self._used = read, room, 0
         self._images: Images | None = None
         self._cache: OrderedDict[tuple[str, tuple[MediaInfo, ...], tuple[int, ...]], Media] = OrderedDict()
 
     def __call__(self, images_of_prompt: PromptImages) -> Media:
-        """The model's inputs for these images. Raises UserError if one has changed since the prompts were read."""
+        """The model's inputs for these images. Raises UserError if an image has changed since the prompts were read."""
         self._images = self._images or self._read()
-        assert self._images is not None, "prompts with images are refused by models of text"
-        # Each sample of a prompt has its own images in environment replies: their bytes tell the samples apart.
+        assert self._images is not None, "text models refuse prompts with images"
+        # Environment replies give the samples of a prompt different images; their bytes distinguish the samples.
         key = (
             images_of_prompt.location,
             images_of_prompt.sizes,
@@ -41,10 +41,12 @@ class ImageOpener:
             self._cache.move_to_end(key)
             return self._cache[key]
         images = list(zip(images_of_prompt.images, images_of_prompt.sizes, strict=True))
-        with torch.inference_mode(False):  # an engine may open them first, and training needs them in a backward pass
+        with torch.inference_mode(
+            False
+        ):  # an engine may open them first, in inference mode, but training needs them in a backward pass
             inputs, patches = self._images.inputs(images_of_prompt.location, images)
         assert patches == images_of_prompt.patches, (
-            f"{images_of_prompt.location}: {patches} patches of images, {images_of_prompt.patches} expected"
+            f"{images_of_prompt.location}: its images have {patches} patches instead of {images_of_prompt.patches}"
         )
         media = self._cache[key] = Media(inputs, patches, images_of_prompt.pairs)
         self._used += _size(media)

@@ -1,4 +1,4 @@
-"""Images at URLs: fetched once, while the data are read, if data.fetch_images allows it."""
+"""Fetches images at URLs, once, while the data are read, if data.fetch_images allows it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from weft.data.image_columns import Image
 from weft.errors import BadRowError, first_line
 from weft.version import __version__
 
-_SECONDS = 30.0  # the longest pause between two bytes
-_ANSWER_SECONDS = 60.0  # for the whole answer: a server may send one byte at a time
+_SECONDS = 30.0  # longest pause between two bytes, in seconds
+_ANSWER_SECONDS = 60.0  # seconds for the whole answer: a server may send one byte at a time
 _MOST_BYTES = 64 << 20
 _TRIES = 3
 _HANDLERS = (ProxyHandler, HTTPRedirectHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler)
@@ -39,8 +39,7 @@ def fetch_image(image: Image, location: str, allowed: bool) -> Image:
         return image
     if not allowed:
         raise BadRowError(
-            f"{location} ({image.url}): is a URL, which is fetched only with data.fetch_images=true. Set that, or name "
-            "a file."
+            f"{location} ({image.url}): weft fetches URLs only with data.fetch_images=true. Set it, or name a file."
         )
     for attempt in range(_TRIES):
         try:
@@ -61,7 +60,7 @@ def fetch_image(image: Image, location: str, allowed: bool) -> Image:
 
 
 def _read(url: str) -> bytes:
-    """The bytes at a URL. The opener has handlers for http and https alone, also for redirections."""
+    """The bytes at a URL. The opener handles only http and https, also in redirections."""
     opener = OpenerDirector()
     connections = _Connections()
     for handler in (*(kind() for kind in _HANDLERS), _Http(connections), _Https(connections)):
@@ -76,18 +75,18 @@ def _read(url: str) -> bytes:
 
 # ---------------------------------------------------------------- a time limit for a whole answer
 
-_TOO_SLOW = f"it has not come within {_ANSWER_SECONDS:g} s"
+_TOO_SLOW = f"it did not arrive within {_ANSWER_SECONDS:g} s"
 
 
 @dataclass
 class _Connections:
-    """The connections of one request. A timer ends them, because the timeout of a socket restarts at every byte."""
+    """The connections of a request. A timer ends them, because the timeout of a socket restarts at every byte."""
 
     sockets: list[socket.socket] = field(default_factory=list)
     ended: bool = False
 
     def add(self, connection: socket.socket) -> None:
-        self.sockets.append(connection.dup())  # TLS takes over the descriptor of the original
+        self.sockets.append(connection.dup())  # TLS takes the descriptor of the original socket
         if self.ended:
             self.end()
 
@@ -99,7 +98,7 @@ class _Connections:
 
     @contextmanager
     def ended_in_time(self) -> Iterator[None]:
-        """Raises TimeoutError if the body takes longer than _WHOLE seconds, instead of the body's own network error."""
+        """If the timer has ended the connections, raises TimeoutError in place of the body's network error."""
         timer = threading.Timer(_ANSWER_SECONDS, self.end)
         timer.daemon = True
         timer.start()
@@ -127,7 +126,7 @@ class _TrackedConnection(HTTPConnection):
 
 
 class _TrackedSecureConnection(HTTPSConnection, _TrackedConnection):
-    """_Noted for HTTPS: HTTPSConnection.connect calls _Noted.connect before the TLS handshake."""
+    """_TrackedConnection for HTTPS: HTTPSConnection.connect calls its connect before the TLS handshake."""
 
 
 class _Http(HTTPHandler):

@@ -1,5 +1,5 @@
-"""The images and videos of documents: measured, checked and placed in the text before training, loaded when a step
-needs them."""
+"""The images and videos of documents: before training, weft measures them, checks them and expands their placeholders
+in the text; a step loads them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ExpandedText:
     """A conversation's text with placeholders expanded for its images and videos. chat: the text and its trained spans.
-    replaced: the span of characters of each. places: where to find each again. patches, pairs: as in Media."""
+    replaced: the span of characters of each image or video. places: the location of each. patches, pairs: as in
+    Media."""
 
     chat: MaskedText
     replaced: tuple[Span, ...] = ()
@@ -49,11 +50,11 @@ class ExpandedText:
 
 
 class Images:
-    """Reads the images and videos of a vision model. Pickling leaves the processor out; each process loads it at the
-    first image.
+    """Reads the images and videos of a vision model. Pickling omits the processor; each process loads it at the first
+    image.
 
-    placeholder, video_placeholder, marks, settings, template: as in ImageProcessor. problem: why the model has no
-    processor; "" if it has one.
+    placeholder, video_placeholder, marks, settings, template: as in ImageProcessor. problem: the reason if the model
+    has no processor, else "".
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Images:
         except UserError as error:
             if limits or video:
                 raise
-            self.problem = str(error)  # an error only for data with images
+            self.problem = str(error)  # becomes an error only for data with images
         else:
             self.placeholder, self.video_placeholder = processor.placeholder, processor.video_placeholder
             self.marks = processor.marks
@@ -94,7 +95,7 @@ class Images:
     def processor(self) -> ImageProcessor:
         """The model's processor. Raises UserError if there is none."""
         if self._processor is None:
-            from weft.models import hf  # late, because it imports torch, which tokenising texts does not need
+            from weft.models import hf  # imported here: it imports torch, which tokenising texts does not need
             from weft.models.hf_processor import load_processor
 
             need_pillow(f"model.path: {self._model}")
@@ -103,15 +104,15 @@ class Images:
         return self._processor
 
     def read(self, records: Sequence[Record]) -> list[tuple[Record, list[MediaInfo]]]:
-        """(the record with its URLs fetched, the measurements of its images and videos) for each record. Opens all of
-        them in parallel. Raises the error of the first bad record: BadRowError, or UserError without a processor."""
+        """For each record: (the record with its URLs fetched, the measurements of its images and videos). Opens all
+        files in parallel. Raises the error of the first bad record: BadRowError, or UserError without a processor."""
         if not any(record.images for record in records):
             return [(record, []) for record in records]
         with opening_pool() as pool:
             return list(pool.map(self.read_one, records))
 
     def read_one(self, record: Record) -> tuple[Record, list[MediaInfo]]:
-        """As `read`, for one record."""
+        """Same as `read`, for a single record."""
         if not record.images:
             return record, []
         if self.problem:
@@ -122,8 +123,8 @@ class Images:
             if isinstance(media, Video):
                 if not self.video_placeholder:
                     raise BadRowError(
-                        f"{name}: weft does not know how {self.processor().kind} of model.path reads videos; those of "
-                        "Qwen2-VL, Qwen2.5-VL and Qwen3-VL are known. Remove it, or write its frames as images."
+                        f"{name}: weft does not support the video input of {self.processor().kind} of model.path, only "
+                        "of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Remove the video, or write its frames as images."
                     )
                 file = None if media.file is None else fetch_image(media.file, name, self.checks.fetch)
                 fetched.append(replace(media, file=file))
@@ -135,18 +136,18 @@ class Images:
         return replace(record, images=tuple(fetched)), sizes
 
     def refuse_marks(self, record: Record, texts: Iterator[str]) -> None:
-        """Raises BadRowError if a text contains a token that stands for an image or a video."""
+        """Raises BadRowError if a text contains the placeholder token of images or videos."""
         for text in texts:
             for mark in self.marks:
                 if mark in text:
                     raise BadRowError(
-                        f"{record.location}: a text holds {mark}, with which this model marks the place of an image or "
-                        "video. Take it out; images are parts of `content`, or stand in the column `images` with "
-                        "<image> in the text for each, and so do videos with <video>."
+                        f"{record.location}: a text contains {mark}, this model's placeholder of images or videos. "
+                        "Remove it. Write images as parts of `content`, or in the column `images` with <image> in the "
+                        "text for each; videos likewise, with <video>."
                     )
 
     def expand(self, record: Record, chat: MaskedText, sizes: Sequence[MediaInfo]) -> ExpandedText:
-        """The text with each placeholder expanded; the expansion is never trained. sizes: measurements of the record's
+        """The text with each placeholder expanded. Expansions are never trained. sizes: measurements of the record's
         images and videos. Raises BadRowError."""
         places = self._places(record, chat.text)
         if not record.images:
@@ -155,7 +156,7 @@ class Images:
             layout = self.processor().layout(tuple(size.shape for size in sizes))
         except UserError:
             raise
-        except Exception as error:  # processors raise errors of any type for sizes that they do not take
+        except Exception as error:  # processors raise errors of any type for sizes that they do not support
             shown = ", ".join(f"{size.width} x {size.height}" for size in sizes)
             raise BadRowError(
                 f"{record.location}: the model's processor refuses images of {shown} pixels: {first_line(error)}."
@@ -168,8 +169,8 @@ class Images:
         return ExpandedText(placed, replaced, tuple(locations), layout.patches, layout.pairs)
 
     def _places(self, record: Record, text: str) -> list[Span]:
-        """The span of each placeholder in a rendering. Raises BadRowError if their kinds and order are not those of the
-        record's images and videos."""
+        """The span of each placeholder in a rendering. Raises BadRowError if their kinds and order differ from those of
+        the record's images and videos."""
         marks = {mark: kind for mark, kind in ((self.placeholder, Image), (self.video_placeholder, Video)) if mark}
         if not marks:
             return []
@@ -184,17 +185,17 @@ class Images:
             )
             if count != expected:
                 raise BadRowError(
-                    f"{record.location}: has {expected} {name}s, and the chat template writes {count} places for them "
-                    f"({mark}). Set data.chat_template to one that renders parts of type {name}."
+                    f"{record.location}: has {expected} {name}s, but the chat template writes {count} placeholders for "
+                    f"them ({mark}). Set data.chat_template to one that renders parts of type {name}."
                 )
         raise BadRowError(
-            f"{record.location}: the chat template writes the places of its images and videos in another order. Set "
-            "data.chat_template to one that keeps their order."
+            f"{record.location}: the chat template writes the placeholders of its images and videos in another order. "
+            "Set data.chat_template to one that keeps their order."
         )
 
     def prompt(self, location: str, text: str, images: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
         """(a rendered prompt with placeholders expanded, its images or None). Raises UserError if an image cannot be
-        opened, or the text does not have one place for each."""
+        opened, or if the text does not have a placeholder for each."""
         record, sizes = self.read_one(Record(location, "messages", {}, images))
         placed = self.expand(record, MaskedText(text, ()), sizes)
         shown = images_alone(record.images)
@@ -221,8 +222,8 @@ class Images:
         return text, replace(all_replied, patches=layout.patches, pairs=layout.pairs)
 
     def inputs(self, location: str, images: Sequence[tuple[Image | Video, MediaInfo]]) -> tuple[dict[str, Any], int]:
-        """(the model's inputs for a document's images and videos, the number of their patches). Raises UserError if one
-        has changed since it was tokenised."""
+        """(the model's inputs for a document's images and videos, the number of their patches). Raises UserError if a
+        file has changed since it was tokenised."""
         processor, pictures, videos = self.processor(), list[Any](), list[tuple[list[Any], Clip]]()
         names = _names(location, [image for image, _ in images])
         for name, (image, expected) in zip(names, images, strict=True):
@@ -234,9 +235,9 @@ class Images:
                 pictures.append(picture)
             if info != expected:
                 raise UserError(
-                    f"{name} ({image}): has changed since the data were read: it is {info.width} x {info.height} "
-                    f"pixels in {info.size:,} bytes, and was {expected.width} x {expected.height} in "
-                    f"{expected.size:,}. Start again when nothing writes to it."
+                    f"{name} ({image}): has changed since the data were read: from {expected.width} x "
+                    f"{expected.height} pixels in {expected.size:,} bytes to {info.width} x {info.height} in "
+                    f"{info.size:,}. Start again when no program writes to it."
                 )
         return processor.inputs(pictures, videos)
 
@@ -249,7 +250,7 @@ def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 
     if not is_vision_config(hf.read_config(model)):
         if key := next((name for name in ("image_pixels", "video") if getattr(data, name)), None):
-            raise UserError(f"data.{key}: model.path {model} has no vision tower: leave it out.")
+            raise UserError(f"data.{key}: model.path {model} has no vision tower. Remove this key.")
         return None
     checks = ImageChecks(data.check_images, data.max_image_pixels, data.fetch_images, video=frame_sampling(data.video))
     images = Images(model, tokenizer, data.image_pixels, checks, data.video)

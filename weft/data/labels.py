@@ -1,6 +1,6 @@
-"""Rows with a label -> records: what reward models that learn from no pairs are trained on.
+"""Parses rows with a label: data of reward models that do not learn from pairs.
 
-{"prompt": ..., "completion": ..., "label": 0.7}, {"messages": [...], "label": 2}    a number, or a class from 0
+{"prompt": ..., "completion": ..., "label": 0.7}, {"messages": [...], "label": 2}    a number, or a class, 0 or above
 {"prompt": "...", "completions": ["step", ...], "labels": [true, ...]}               TRL's stepwise supervision
 
 Imports no torch.
@@ -22,7 +22,7 @@ _STEPS = ("prompt", "completions", "labels")
 
 
 def parse_labelled(location: str, row: Mapping[str, Any], reading: ParseOptions, folder: str = "") -> Record:
-    """The document of a row with a label. Arguments as of parse_row. Raises UserError."""
+    """The document of a row with a label. Arguments: as in parse_row. Raises UserError."""
     named = add_named_columns(location, row, reading.columns) if reading.columns else row
     present = {name: value for name, value in named.items() if value is not None}
     if reading.label == "steps":
@@ -31,13 +31,13 @@ def parse_labelled(location: str, row: Mapping[str, Any], reading: ParseOptions,
     if label is None:
         names = ", ".join(f"`{name}`" for name in row) or "no columns"
         raise UserError(
-            f"{location}: has {names}, and no `label`: say in data.columns which column is the label, as in "
+            f"{location}: has {names}, but no `label`. Name the column of the label in data.columns, as in "
             f"{override('data.columns', {'label': 'rating'})}."
         )
     number = finite_number(location, "label", int(label) if isinstance(label, bool) else label)
     if reading.label == "class" and (number != int(number) or not 0 <= number < reading.num_labels):
         raise UserError(
-            f"{location}: `label` is {label}, and the classes are 0 to {reading.num_labels - 1} (reward.num_labels)."
+            f"{location}: `label` is {label}, but the classes are 0 to {reading.num_labels - 1} (reward.num_labels)."
         )
     document = {name: value for name, value in present.items() if name not in ("label", "score")}
     record = parse_row(location, document, replace(reading, columns={}), folder)
@@ -48,7 +48,7 @@ def _steps(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Reco
     if missing := [name for name in _STEPS if name not in row]:
         raise UserError(
             f"{location}: has no `{missing[0]}`: rows of reward.loss=process need `prompt`, `completions` and "
-            "`labels`. Say in data.columns which of your columns these are."
+            "`labels`. Map your columns to them in data.columns."
         )
     prompt, steps, labels = (row[name] for name in _STEPS)
     if not isinstance(prompt, str) or not isinstance(steps, list) or not all(isinstance(s, str) for s in steps):

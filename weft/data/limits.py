@@ -1,4 +1,4 @@
-"""Checks of tokenised documents, and the treatment of too long ones. Error messages name file and line."""
+"""Checks tokenised documents, and truncates or drops too long ones. Error messages name file and line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LongDocuments = Literal["error", "truncate", "drop"]
 
 @dataclass(frozen=True)
 class TableSelection:
-    """The documents of a table that are trained on, after truncation and dropping. source: name of the source, ""
-    without data.sources. kept: their indices in the table. lengths: tokens of each after truncation. dropped: how many
-    documents were dropped as too long. bad: (row number, error) of rows that were left out."""
+    """The trained documents of a table, after truncation and dropping. source: name of the source, "" without
+    data.sources. kept: their indices in the table. lengths: tokens of each after truncation. dropped: number of
+    documents dropped as too long. bad: (row number, error) of omitted rows."""
 
     table: TokenTable
     source: str
@@ -36,7 +36,8 @@ class TableSelection:
 
     @cached_property
     def losses(self) -> Array:
-        """Trained tokens of each document. The first token of a document does not count: nothing predicts it."""
+        """Trained tokens of each document. The first token of a document does not count, because it is never
+        predicted."""
         losses = self.table.losses[self.indices].astype(np.int64)
         for index in np.flatnonzero(self.lengths < self.table.lengths[self.indices]):
             losses[index] = self.table.losses_of(int(self.indices[index]), int(self.lengths[index]))
@@ -59,9 +60,9 @@ class TableSelection:
         digest = Digest()
         for index, length in zip(self.indices, self.lengths, strict=True):
             digest.update(*self.table.tokens(int(index), int(length)), np.array([length]))
-            one = slice(int(index), int(index) + 1)
+            entry = slice(int(index), int(index) + 1)
             top_ids, top_logprobs = (values.ravel() for values in self.table.lists(int(index), int(length)))
-            digest.update_taught(self.table.teachers[one], self.table.widths[one], top_ids, top_logprobs)
+            digest.update_taught(self.table.teachers[entry], self.table.widths[entry], top_ids, top_logprobs)
             digest.update_images(*self.table.media_of(int(index)))
         digest.update_answers(self.table.roles[self.indices], self.table.margins[self.indices])
         return digest.hexdigest()
@@ -69,9 +70,9 @@ class TableSelection:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_length: longest document in tokens, set by the config key `key`. long: what happens to longer ones.
-    vocab_size: if given, token ids must be below it. drop_untrained: drop documents without a trained token, instead of
-    raising an error."""
+    """max_length: longest document in tokens, set by the config key `key`. long: as data.long_documents. vocab_size: if
+    given, token ids must be below it. drop_untrained: drop documents without a trained token, instead of raising an
+    error."""
 
     max_length: int
     key: str = "data.max_length"
@@ -80,7 +81,7 @@ class Limits:
     drop_untrained: bool = False
 
     def check(self, tables: Sequence[TokenTable]) -> None:
-        """Raises UserError at the first document that cannot be trained on."""
+        """Raises UserError at the first document that cannot be trained."""
         for table in tables:
             _check_ids(table, self.vocab_size)
         if not self.drop_untrained:
@@ -100,7 +101,7 @@ class Limits:
                 raise with_skip_advice(UserError(self._equal(table, int(equal[0]), len(equal))))
 
     def _equal_pairs(self, table: TokenTable) -> Array:
-        """First documents of the pairs that have the same tokens in both answers, after truncation."""
+        """The first document of each pair whose answers have the same tokens after truncation."""
         starts, sizes = _example_starts(table) if table.roles.any() else (np.zeros(0, np.int64), np.zeros(0, np.int64))
         starts = starts[sizes == 2]
         lengths = np.minimum(table.lengths, self.max_length)
@@ -108,28 +109,30 @@ class Limits:
             int(index)
             for index in starts[lengths[starts] == lengths[starts + 1]]
             if all(
-                np.array_equal(one, other)
-                for one, other in zip(*(table.tokens(int(index) + n, int(lengths[index])) for n in (0, 1)), strict=True)
+                np.array_equal(chosen, rejected)
+                for chosen, rejected in zip(
+                    *(table.tokens(int(index) + n, int(lengths[index])) for n in (0, 1)), strict=True
+                )
             )
         ]
         return np.array(alike, np.int64)
 
     def _equal(self, table: TokenTable, index: int, count: int = 1) -> str:
-        more = f" So it is with {count - 1:,} more." if count > 1 else ""
+        more = f" {count - 1:,} more rows have this error." if count > 1 else ""
         if table.lengths[index] > self.max_length:
             return (
-                f"{table.row_name(index)}: both answers are the same in their first {self.max_length} tokens "
-                f"({self.key}), to which they are truncated.{more} Raise {self.key}, or set data.long_documents: drop."
+                f"{table.row_name(index)}: both answers are equal after truncation to {self.max_length} tokens "
+                f"({self.key}).{more} Raise {self.key}, or set data.long_documents: drop."
             )
         return f"{table.row_name(index)}: both answers have the same tokens: there is nothing to prefer.{more}"
 
     def select(self, table: TokenTable, source: str) -> TableSelection:
-        """The documents of a table that are trained on."""
+        """Selects the documents of a table to train."""
         good = table.losses > 0 if self.drop_untrained else np.ones(len(table), bool)
         equal = self._equal_pairs(table) if self.drop_untrained else np.zeros(0, np.int64)
         good[equal] = False
         short = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
-        if table.roles.any():  # a pair goes as a whole
+        if table.roles.any():  # drop both answers of a pair
             starts, sizes = _example_starts(table)
             good, short = (np.repeat(np.logical_and.reduceat(mask, starts), sizes) for mask in (good, short))
         selected = np.flatnonzero(good & short)
@@ -153,7 +156,7 @@ class Limits:
             fix = f"Set {self.key} to at least {length} (step.max_tokens_per_device must be as large)"
         raise UserError(
             f"{table.row_name(int(table.lengths.argmax()))}: {count:,} of {total:,} documents are longer than "
-            f"{self.max_length} tokens ({self.key}); this is the longest, with {length}. {fix}, or set "
+            f"{self.max_length} tokens ({self.key}). The longest is this one, with {length}. {fix}, or set "
             "data.long_documents to truncate or drop."
         )
 
@@ -173,7 +176,7 @@ class Limits:
             )
 
     def _check_images(self, tables: Sequence[TokenTable]) -> None:
-        """Raises UserError if truncation would cut off tokens of an image."""
+        """Raises UserError if truncation would remove tokens of an image."""
         cut = [(table, int(index)) for table in tables for index in np.flatnonzero(table.reaches > self.max_length)]
         if cut:
             table, index = cut[0]
@@ -185,7 +188,7 @@ class Limits:
 
 
 def joined_example_ends(selections: Sequence[TableSelection]) -> Array:
-    """[examples of all] as TableSelection.example_ends, counted through the documents of all selections."""
+    """[examples of all selections] TableSelection.example_ends, over the concatenated documents of all selections."""
     begins = np.cumsum([0, *(len(selection.indices) for selection in selections)])[:-1]
     ends: Array = np.concatenate(
         [begin + selection.example_ends for begin, selection in zip(begins, selections, strict=True)]
@@ -194,7 +197,7 @@ def joined_example_ends(selections: Sequence[TableSelection]) -> Array:
 
 
 def example_ends(table: TokenTable, indices: Array) -> Array:
-    """[examples] the number of these documents up to the end of each example: documents of one row of preferences."""
+    """[examples] number of these documents up to the end of each example (the documents of a row of preferences)."""
     if not table.roles.any():
         return np.arange(1, len(indices) + 1)
     numbers = table.numbers[indices]
@@ -212,7 +215,7 @@ _OVER_CP = "step.max_tokens_per_device x mesh.cp"
 
 def length_limit(data: DataConfig, budget: int, ranks: int = 1) -> tuple[int, str]:
     """(longest document in tokens, the config key that sets it). budget: step.max_tokens_per_device. ranks: the size of
-    mesh.cp, over which a document may be cut."""
+    mesh.cp, over which a document may be split."""
     if data.max_length is None:
         return budget * ranks, "step.max_tokens_per_device" if ranks == 1 else _OVER_CP
     return min(data.max_length, budget * ranks), "data.max_length"
@@ -230,7 +233,7 @@ def _check_ids(table: TokenTable, vocab_size: int | None) -> None:
         index = next(index for index, ids in enumerate(lists) if ids.max(initial=0) >= vocab_size)
         raise UserError(
             f"{table.row_name(index)}: `teacher_top_ids` has id {listed}, but the model's vocabulary has {vocab_size} "
-            f"(ids 0 to {vocab_size - 1}): the teacher's tokenizer is another one."
+            f"(ids 0 to {vocab_size - 1}): the teacher has another tokenizer."
         )
     if table.largest < vocab_size:
         return
@@ -238,33 +241,36 @@ def _check_ids(table: TokenTable, vocab_size: int | None) -> None:
     token = int(table.tokens(index, int(table.lengths[index]))[0].max())
     giver = "it has" if table.format(index) == "input_ids" else "the tokenizer gives"
     raise UserError(
-        f"{table.row_name(index)}: {giver} id {token}, but the model's vocabulary has {vocab_size} "
-        f"(ids 0 to {vocab_size - 1}). Tokenizer and model of model.path do not belong together: use the "
-        "model's own tokenizer, or resize the model's embeddings."
+        f"{table.row_name(index)}: {giver} id {token}, but the model's vocabulary has {vocab_size} (ids 0 to "
+        f"{vocab_size - 1}). Tokenizer and model of model.path do not match. Use the model's tokenizer, or resize the "
+        "model's embeddings."
     )
 
 
 def check_trained(tables: Sequence[TokenTable]) -> None:
-    """Raises UserError if a document has no trained token. Its first token does not count: nothing predicts it."""
+    """Raises UserError if a document has no trained token. Its first token does not count, because it is never
+    predicted."""
     empty = [(table, int(index)) for table in tables for index in np.flatnonzero(table.losses == 0)]
     if not empty:
         return
     (table, index), (last, last_index) = empty[0], empty[-1]
     more_text = (
-        f" So it is with {len(empty) - 1:,} more, the last at {last.row_name(last_index)}." if len(empty) > 1 else ""
+        f" {len(empty) - 1:,} more rows have this error, the last at {last.row_name(last_index)}."
+        if len(empty) > 1
+        else ""
     )
     raise with_skip_advice(UserError(_untrained(table, index, more_text)))
 
 
 def bad_rows(table: TokenTable) -> list[BadRow]:
-    """(row number, error) of the rows that gave no document, or one without a trained token, in order."""
+    """(row number, error) of the rows without a valid document or without a trained token, in order."""
     empty = (int(index) for index in np.flatnonzero(table.losses == 0))
     return sorted([*table.bad, *((int(table.numbers[index]), _untrained(table, index)) for index in empty)])
 
 
 def _untrained(table: TokenTable, index: int, more_text: str = "") -> str:
     if table.format(index) in ("text", "input_ids"):
-        advice = "Give it more text" if table.format(index) == "text" else "Give it a label that is not -100"
+        advice = "Write more text" if table.format(index) == "text" else "Add a label other than -100"
     else:
-        advice = "Give it a message of the assistant that is not `train: false`, or a completion"
+        advice = "Add a message of the assistant without `train: false`, or a completion"
     return f"{table.row_name(index)}: no token of this document is trained.{more_text} {advice}, or remove it."

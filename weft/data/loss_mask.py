@@ -1,8 +1,9 @@
-"""The loss mask of a rendered conversation, in characters: the part of each assistant message that a model generates.
+"""The loss mask of a rendered conversation, in characters: it covers the part of assistant messages that a model
+generates.
 
-The region of a message is what the template writes during its loop turn. The generation prompt at the beginning of the
-region is not trained, nor is anything after the token that ends the turn. Both are learned once per template, from an
-example conversation with unambiguous answers, and checked in every document.
+The region of a message is the text that the template writes in the message's loop iteration. The generation prompt at
+its beginning is not trained, nor is any text after the token that ends the turn. weft learns both once per template,
+from an example conversation with unambiguous answers, and checks them in every document.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _TOOL_ROLES = ("tool", "function", "ipython")
 
 @dataclass(frozen=True, slots=True)
 class TurnFormat:
-    """What a template writes around an answer.
+    """The text that a template writes around an answer.
 
-    headers: texts that may precede an answer, longest first. closings: texts that may follow one; "" is none. follower:
-    if there is no closing, the special token of the next turn, which then ends the answer; else "".
+    headers: texts that may precede an answer, longest first. closings: texts that may follow an answer; "" for none.
+    follower: without a closing, the special token of the next turn, which then ends the answer; else "".
     """
 
     headers: tuple[str, ...]
@@ -87,25 +88,26 @@ class AssistantMasks:
             return MaskedText(text, compared)
         for index in chat.trained:
             (start, end), ending = self._answer(chat, kwargs, rendering, index)
-            text += ending  # only of the last answer: the template writes this end of turn with the next question
+            text += ending  # only the last answer lacks it: the template writes this end of turn with the next question
             spans[index] = [(start, end + len(ending))]
         TextChecks(self.template, chat, kwargs, rendering, spans).run()
         return MaskedText(text, tuple(span for [span] in spans.values()))
 
     def mask_all(self, chat: ChatInput, kwargs: Mapping[str, Any]) -> MaskedText:
-        """The conversation's text, with one trained span over all of it. Raises Lost, and RenderError."""
+        """The conversation's text, with a trained span over all of it. Raises UnrenderedTextError and RenderError."""
         rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
         TextChecks(self.template, chat, kwargs, rendering, {}).run()
         return MaskedText(rendering.text, ((0, len(rendering.text)),))
 
     def _answer(self, chat: ChatInput, kwargs: Mapping[str, Any], rendering: Rendering, index: int) -> tuple[Span, str]:
-        """(trained span of the answer at index `index`, the end of turn to append to the text; "" if it has one)."""
+        """(trained span of the answer at index `index`, the end of turn to append to the text: "" if the text has
+        it)."""
         if index in rendering.scattered:
             raise AmbiguousAnswerError(f"message {index + 1} is rendered in several pieces", rendering)
         if index not in rendering.regions:
             raise AmbiguousAnswerError(f"the template does not render message {index + 1}", rendering)
         start, end = rendering.regions[index]
-        # The format is learned once for answers to tool results and once for others; from this conversation if the
+        # The format is learned once for answers to tool results and once for others: from this conversation, if the
         # template rejects the examples.
         after_tool = index > 0 and chat.messages[index - 1]["role"] in _TOOL_ROLES
         key = after_tool, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
@@ -113,12 +115,12 @@ class AssistantMasks:
             self._turns[key] = self._learn(after_tool, kwargs)
         turns = self._turns[key] or self._study(chat, kwargs, index)
         header = _header(rendering.region_text(index), turns)
-        if header is None:  # the examples that the format was learned from do not cover this conversation
+        if header is None:  # the format's examples do not cover this conversation
             turns = self._study(chat, kwargs, index)
             header = _header(rendering.region_text(index), turns)
         if header is None:
             raise AmbiguousAnswerError(
-                f"message {index + 1} does not begin as the template begins an answer", rendering
+                f"message {index + 1} does not begin like other answers of the template", rendering
             )
         start += len(header)
         if any(turns.closings):
@@ -127,15 +129,15 @@ class AssistantMasks:
                 return (start, rendering.regions[index][0] + len(text)), ""
             if end == len(rendering.text) and "" in turns.closings:
                 return (start, end), next(filter(None, turns.closings))
-            raise AmbiguousAnswerError(f"message {index + 1} does not end as the template ends an answer", rendering)
+            raise AmbiguousAnswerError(
+                f"message {index + 1} does not end like other answers of the template", rendering
+            )
         follower = self._follower(rendering.text, end, turns.headers)
         if follower is not None:
             return (start, end + len(follower)), ""
         if end == len(rendering.text) and turns.follower:
             return (start, end), turns.follower
-        raise AmbiguousAnswerError(
-            f"no special token ends message {index + 1}, so that a model would never stop", rendering
-        )
+        raise AmbiguousAnswerError(f"no special token ends message {index + 1}, so a model would never stop", rendering)
 
     def _learn(self, after_tool: bool, kwargs: Mapping[str, Any]) -> TurnFormat | None:
         """The turn format in the middle and at the end of example conversations; None if the template rejects all."""
@@ -174,14 +176,14 @@ class AssistantMasks:
             raise AmbiguousAnswerError(
                 f"the text of message {index + 1} is not where the template renders this message", full
             )
-        # The prompt may be written behind the loop over messages, or in it, while the loop is at the last message.
+        # A template may write the prompt after the loop over messages, or in the loop's last iteration.
         if prompted.text.startswith(full.text[:start]):
             prompt = prompted.text[start:]
         elif index - 1 in prompted.regions:
             prompt = self._prompt_behind(chat, kwargs, index - 1, prompted)
         else:
             raise AmbiguousAnswerError(
-                f"the template renders messages 1 to {index} differently without the later ones", prompted
+                f"the template renders messages 1 to {index} differently without the later messages", prompted
             )
         header = common_header(full.text[start:sentinel_at], prompt, (*self.specials, *self.added))
         if prompt and not header:
@@ -200,8 +202,8 @@ class AssistantMasks:
         return inside[len(plain) :] + after if plain and inside.startswith(plain) else after
 
     def _follower(self, text: str, end: int, headers: Sequence[str]) -> str | None:
-        """The special token at `end`, which begins the next turn and so ends this one; None if answers begin with it,
-        too."""
+        """The special token at `end`, which begins the next turn and so ends this turn; None if answers also begin with
+        it."""
         special = next((token for token in self.specials if text.startswith(token, end)), None)
         return None if special is None or any(special in header for header in headers) else special
 
@@ -220,7 +222,7 @@ def _within_markers(chat: ChatInput, rendering: Rendering) -> dict[int, list[Spa
 
 
 def _owners(chat: ChatInput, rendering: Rendering) -> Iterator[tuple[int, Span]]:
-    """Yields (message, span) of every marked span: by regions if they hold all spans, else by order. Raises
+    """Yields (message, span) for every marked span: by regions if they contain all spans, else by order. Raises
     AmbiguousAnswerError."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     by_region = [
@@ -235,7 +237,7 @@ def _owners(chat: ChatInput, rendering: Rendering) -> Iterator[tuple[int, Span]]
         yield from zip(answers, rendering.marked, strict=True)
     else:
         raise AmbiguousAnswerError(
-            f"{len(rendering.marked)} pieces are between generation markers, for {len(answers)} answers", rendering
+            f"{len(rendering.marked)} spans are between generation markers, for {len(answers)} answers", rendering
         )
 
 
@@ -243,11 +245,10 @@ def _owners(chat: ChatInput, rendering: Rendering) -> Iterator[tuple[int, Span]]
 
 
 class MasksByComparison:
-    """The masks of one conversation, for templates whose loops do not show which message they write: each text is
-    replaced by a sentinel, and the renderings are compared.
-
-    This costs one rendering per text of a message, so it is used only if ChatTemplate finds no message in a rendering.
-    specials: the tokenizer's special tokens. added: the other tokens that were added to its vocabulary.
+    """The masks of a conversation, for templates whose loops do not reveal the message that they write: each text is
+    replaced by a sentinel, and the renderings are compared. This costs a rendering per text of a message, so it is used
+    only if ChatTemplate finds no message in a rendering. specials: the tokenizer's special tokens. added: the other
+    tokens that were added to its vocabulary.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Chat messages in the forms that datasets use -> messages as chat templates read them, each checked."""
+"""Converts chat messages from the forms in datasets to the form that chat templates read, and checks each message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
-# Roles of messages whose content is the JSON of a call (ShareGPT, ms-swift), and of messages that hold its result.
+# Roles of messages whose content is the JSON of a call (ShareGPT, ms-swift), and roles of messages with its result.
 CALL_ROLES = ("function_call", "tool_call")
 RESULT_ROLES = ("tool_response", "function_response")
 # Other names of roles: only used for the data.roles that an error message proposes.
@@ -34,28 +34,28 @@ _LIKELY_KEYS = {
     "content": ("content", "text", "value", "message", "body", "utterance", "msg"),
 }
 
-# Names of what an answer thinks: DeepSeek, Qwen; gpt-oss, Anthropic, Ollama; OpenRouter, vLLM, Gemma 4; others.
+# Names of an answer's thoughts: DeepSeek, Qwen; gpt-oss, Anthropic, Ollama; OpenRouter, vLLM, Gemma 4; others.
 THOUGHTS = (
     "reasoning_content", "thinking", "reasoning", "thought", "thoughts", "thinking_content", "reasoning_text", "think",
 )  # fmt: skip
-# Marks of an answer that is trained (1, true) or not (0, false): axolotl, its older default, ms-swift and xtuner, slime
+# Marks of trained (1, true) and untrained (0, false) answers: axolotl, its older default, ms-swift and xtuner, slime
 # and Miles, OpenAI and Together, others.
 _MARKS = (
     "train", "training", "loss", "step_loss_mask", "loss_mask", "weight", "loss_weight", "loss_scale", "trainable",
     "trained", "is_trained", "should_train",
 )  # fmt: skip
 _OPPOSITE_MARKS = ("masked",)  # torchtune: true is not trained
-# Marks of parts of a text (axolotl), and one that some use for what is trained and others for what is not.
+# Marks of parts of a text (axolotl), and a mark that means "trained" for some trainers and "not trained" for others.
 _REFUSED_MARKS = {
     "train_detail": "weft trains a whole answer or none of it",
     "training_detail": "weft trains a whole answer or none of it",
     "reasoning_training_detail": "weft trains a whole answer or none of it",
-    "mask": "it is ambiguous: some trainers mark trained messages with it, others untrained ones",
+    "mask": "it is ambiguous: it marks trained messages for some trainers, untrained messages for others",
 }
 
-# Keys that templates and weft read; whatever else a message has is accepted only if the template reads it.
+# Keys that templates and weft read; other keys are accepted only if the template reads them.
 _READ = frozenset(("role", "content", "tool_calls", "tool_call_id", "name", "train", *THOUGHTS))
-# Keys about the origin of a message, with nothing that a model reads or writes: of data sets on the hub (WildChat,
+# Keys about the origin of a message, which no model reads or writes: of data sets on the hub (WildChat,
 # OASST, ShareGPT ...) and of logs of APIs.
 _HARMLESS = frozenset((
     "id", "_id", "message_id", "msg_id", "uuid", "openai_id", "parent_id", "parent", "parent_message_id", "call_id",
@@ -67,7 +67,7 @@ _HARMLESS = frozenset((
     "token_count", "num_tokens", "n_tokens", "score", "scores", "rating", "quality", "reward", "rank", "likes", "hash",
     "cost", "latency", "duration", "status", "cache_control", "parsed_arguments", "system_fingerprint", "markdown",
 ))  # fmt: skip
-# Values with which a key carries nothing: torchtune's marks of a message, types of OpenAI's Responses, unfinished
+# Values without content: torchtune's marks of a message, types of OpenAI's Responses, unfinished
 # answers.
 _SAYING_NOTHING: dict[str, tuple[Any, ...]] = {
     "eot": (True,), "ipython": (False,), "end_turn": (True,), "prefix": (False,), "partial": (False,),
@@ -80,8 +80,8 @@ _PART_KEYS = frozenset(("type", "text"))
 
 @dataclass(frozen=True, slots=True)
 class MessageRules:
-    """How the messages of a data section are read. roles, keys, ignored, system: as data.roles, data.message_keys,
-    data.ignore and data.system."""
+    """Options for reading messages. roles, keys, ignored, system: as data.roles, data.message_keys, data.ignore and
+    data.system."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ AS_THEY_STAND = MessageRules()
 
 
 class ContentParts(str):
-    """The joined text of a content that is a list of parts. parts: the list, for templates that read lists."""
+    """The joined text of a content with parts. parts: the list of parts, for templates that read lists."""
 
     parts: list[dict[str, str]]
 
@@ -112,7 +112,7 @@ class ContentParts(str):
 
 
 def with_parts(message: Message) -> Message:
-    """The message with its content as a list if it has images or videos, which its text would lose."""
+    """The message; with images or videos, its content is a list, because text would lose them."""
     content = message.get("content")
     if not isinstance(content, ContentParts) or all(part["type"] == "text" for part in content.parts):
         return message
@@ -136,8 +136,8 @@ def read_messages(
     allowed.
 
     `from` and `value` become `role` and `content`; marks of other trainers become `train`; other names of thoughts
-    become `reasoning_content`; calls in other forms become `tool_calls`; text parts are unchanged. Keys that are none
-    of these are kept, for the chat template. Raises UserError for anything that is not a message.
+    become `reasoning_content`; calls in other forms become `tool_calls`; text parts are unchanged. Other keys stay, for
+    the chat template. Raises UserError for a value that is not a message.
     """
     value = parse_json_list(location, column, value)
     if not isinstance(value, list):
@@ -145,7 +145,7 @@ def read_messages(
             f"{location}: `{column}` must be a list of objects with `role` and `content`, not {describe_type(value)}."
         )
     if not value:
-        raise UserError(f"{location}: `{column}` is empty. Give it messages, or remove the document.")
+        raise UserError(f"{location}: `{column}` is empty. Add messages, or remove the document.")
     noun = "message" if column == "messages" else f"message of `{column}`"
     read = (*(IMAGE_PARTS if images else ()), *(VIDEO_PARTS if videos else ()))
     converted = {*CALL_ROLES, *RESULT_ROLES}
@@ -158,8 +158,7 @@ def read_messages(
         message = _message(f"{location}: {noun} {number}", raw, rules, read)
         older_calls |= isinstance(raw, dict) and bool(raw.get("function_call"))
         is_call = bool(message.pop(_IS_CALL, False))
-        # In ms-swift, parallel calls are messages in a row: a call belongs to the answer before it, which is trained as
-        # the call is.
+        # In ms-swift, parallel calls are consecutive messages. A call joins the answer before it if their marks agree.
         last = messages[-1] if messages else {}
         if is_call and last.get("role") == "assistant" and last.get("train") == message.get("train"):
             messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), *message["tool_calls"]]}
@@ -175,28 +174,28 @@ def read_messages(
             raise UserError(_unknown_role(f"{location}: {noun} {number}", messages, number - 1, rules.roles))
         if message["role"] != "assistant" and (unread := [n for n in ("tool_calls", *THOUGHTS) if message.get(n)]):
             raise UserError(
-                f"{location}: {noun} {number} has `{unread[0]}`, which only an answer of the assistant can have, and "
-                f"is of the role {json.dumps(message['role'])}. Change the role, or remove the key."
+                f"{location}: {noun} {number} has `{unread[0]}`, which only an answer of the assistant can have, but "
+                f"its role is {json.dumps(message['role'])}. Change the role, or remove the key."
             )
     return messages
 
 
 def with_default_system(messages: list[Message], rules: MessageRules) -> list[Message]:
-    """The messages, preceded by data.system if none of them is of the system."""
+    """The messages, preceded by data.system if they have no system message."""
     if rules.system is None or any(message["role"] in ("system", "developer") for message in messages):
         return messages
     return [{"role": "system", "content": rules.system}, *messages]
 
 
 def unread_keys(message: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of a message that carry content and that weft does not read: only the template can render them."""
+    """The keys of a message with content that weft does not read. Only the template can render them."""
     for name, value in message.items():
         if name not in _READ and not is_harmless(name, value):
             yield name
 
 
 def is_harmless(name: str, value: Any) -> bool:
-    """Whether a key of a message, part or call carries nothing that a model would read or write."""
+    """Whether a key of a message, part or call has no content for a model."""
     if name in _HARMLESS or value is None or (isinstance(value, str | list | dict) and not value):
         return True
     return name in _SAYING_NOTHING and any(value is usual or value == str(usual) for usual in _SAYING_NOTHING[name])
@@ -213,13 +212,13 @@ def _unknown_role(location: str, messages: Sequence[Message], index: int, roles:
         else f", which leaves it as it is, or {{{show(unknown_role)}: assistant}} to train it"
     )
     return (
-        f"{location}: weft does not know the role {json.dumps(unknown_role)}, so it would not be trained whatever it "
-        f"is. Set {override('data.roles', mapping)}{keeps}."
+        f"{location}: the role {json.dumps(unknown_role)} is unknown to weft, so its messages would never be trained. "
+        f"Set {override('data.roles', mapping)}{keeps}."
     )
 
 
 def is_plain(message: Any) -> TypeGuard[Message]:
-    """Whether a message is just a role and a text, as most are: such a message needs no further checks."""
+    """Whether a message has only a role and a text, as most have, and so needs no further checks."""
     return (
         type(message) is dict
         and len(message) == 2
@@ -248,12 +247,11 @@ def parse_json_list(location: str, column: str, value: Any) -> Any:
         return parse(value)
     except JsonError as error:
         raise UserError(
-            f"{location}: `{column}` is text that begins like a JSON list and is none: {error}. Write it with "
-            "json.dumps."
+            f"{location}: `{column}` begins like a JSON list, but is not valid JSON: {error}. Write it with json.dumps."
         ) from None
 
 
-_IS_CALL = "\0call"  # marks, within this file, the message of a role of CALL_ROLES
+_IS_CALL = "\0call"  # marks, in this file, a message of a role of CALL_ROLES
 
 
 def _message(location: str, value: Any, rules: MessageRules, read: Sequence[str]) -> Message:
@@ -282,8 +280,8 @@ def _message(location: str, value: Any, rules: MessageRules, read: Sequence[str]
         message["role"] = "tool"
     if unread := [name for name in MEDIA if message.get(name)]:
         raise UserError(
-            f"{location}: `{unread[0]}` of a message is not read: images and videos are parts of `content`, or columns "
-            "of the row."
+            f"{location}: `{unread[0]}` of a message is not read. Write images and videos as parts of `content`, or as "
+            "columns of the row."
         )
     _take_function_call(location, message)
     _take_thoughts(location, message)
@@ -293,12 +291,13 @@ def _message(location: str, value: Any, rules: MessageRules, read: Sequence[str]
 
 
 def _speaker(speaker: str, rules: MessageRules) -> str:
-    """ShareGPT's word for who speaks as a role; a word that data.roles maps, or that is not known, is unchanged."""
+    """The role of a speaker in ShareGPT's words. A word that data.roles maps, or an unknown word, is unchanged."""
     return speaker if speaker in rules.roles or speaker in CALL_ROLES else SPEAKERS.get(speaker, speaker)
 
 
 def _no_role(location: str, role: Any, value: Mapping[str, Any], rules: MessageRules) -> str:
-    """The error message about a message without a role. It proposes a data.message_keys if the keys are likely ones."""
+    """The error message about a message without a role. It proposes data.message_keys if the message has keys that may
+    be roles."""
     if role is not None:
         return f'{location}: `role` must be a string such as "user", not {describe_type(role)}.'
     present = ", ".join(f"`{name}`" for name in value) or "no keys"
@@ -311,15 +310,16 @@ def _no_role(location: str, role: Any, value: Mapping[str, Any], rules: MessageR
             used.add(name)
     if "role" not in keys:
         example = override("data.message_keys", {"role": "KEY"})
-        return f"{location}: has {present}, and no `role`. Say who speaks, or set {example}."
+        return f"{location}: has {present}, but no `role`. Add the role, or set {example}."
     return (
-        f"{location}: has {present}; it needs `role` and `content`. Set "
+        f"{location}: has {present}, but needs `role` and `content`. Set "
         f"{override('data.message_keys', {**rules.keys, **keys})}."
     )
 
 
 def _of_call(location: str, message: Message) -> Message:
-    """A message of a role of CALL_ROLES, whose content is the JSON of a call or of several, as an answer with calls."""
+    """Convert a message of a role of CALL_ROLES, whose content is the JSON of one or several calls, to an answer with
+    calls."""
     role, calls = message["role"], message.pop("content", None)
     try:
         calls = parse(calls) if isinstance(calls, str) else calls
@@ -344,12 +344,14 @@ def _take_function_call(location: str, message: Message) -> None:
     try:
         call = parse(call) if isinstance(call, str) else call
     except JsonError as error:
-        raise UserError(f"{location}: `function_call` must be an object, and this text is no JSON: {error}.") from None
+        raise UserError(
+            f"{location}: `function_call` must be an object, but this text is not valid JSON: {error}."
+        ) from None
     message["tool_calls"] = [{"type": "function", "function": call}]
 
 
 def _take_thoughts(location: str, message: Message) -> None:
-    """Move what an answer thinks to `reasoning_content`, from any of its names."""
+    """Move an answer's thoughts from any of their names to `reasoning_content`."""
     names = [name for name in THOUGHTS if name in message]
     if not names:
         return
@@ -358,17 +360,17 @@ def _take_thoughts(location: str, message: Message) -> None:
         texts = isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value)
         if not isinstance(value, str) and not texts:
             raise UserError(
-                f"{location}: `{name}` must be a string, what the answer thinks, not {describe_type(value)}."
+                f"{location}: `{name}` must be a string, the answer's thoughts, not {describe_type(value)}."
             )
     filled = [name for name in names if message[name]]
     content = message.get("content")
     for name in filled:
         if message[name] != message[filled[0]]:
-            raise UserError(f"{location}: has `{filled[0]}` and `{name}`, two thoughts that differ. Keep one.")
+            raise UserError(f"{location}: has `{filled[0]}` and `{name}`, which differ. Keep one.")
         text = message[name].strip() if isinstance(message[name], str) else ""
         if name not in THOUGHTS[:2] and text and isinstance(content, str) and text in content:
             raise UserError(
-                f"{location}: the text of `{name}` is in `content`, too, and would be trained twice. Remove `{name}`, "
+                f"{location}: the text of `{name}` is also in `content`, and would be trained twice. Remove `{name}`, "
                 f"or set {override('data.ignore', [name])}."
             )
     value = message[(filled or names)[0]]
@@ -402,7 +404,7 @@ def _check_content(
 
 
 def _check_part(location: str, part: Any, rules: MessageRules, read: Sequence[str], answers: bool) -> None:
-    """Raises UserError for a part that weft does not read, or not whole. answers: whether it is of an answer."""
+    """Raises UserError for a part that weft cannot read completely. answers: whether it is of an answer."""
     if not isinstance(part, dict) or "type" not in part:
         raise UserError(
             f'{location} must be an object such as {{"type": "text", "text": "..."}}, not {describe_type(part)}.'
@@ -410,7 +412,7 @@ def _check_part(location: str, part: Any, rules: MessageRules, read: Sequence[st
     if part["type"] in read:
         return
     if part["type"] in ("thinking", "reasoning"):
-        raise UserError(f"{location} is a thought. Write it as `reasoning_content` of the message.")
+        raise UserError(f"{location} is a thought. Write it to `reasoning_content` of the message.")
     if part["type"] != "text":
         raise UserError(f"{location} is of type {json.dumps(part['type'])}: {_reads(read)}. Remove it.")
     if not isinstance(part.get("text"), str):
@@ -429,14 +431,14 @@ def _check_part(location: str, part: Any, rules: MessageRules, read: Sequence[st
 
 
 def leave_out_key(name: str) -> str:
-    """The advice about a key that is not read."""
-    return f"Remove it, or set {override('data.ignore', [name])} if nothing is lost without it."
+    """The advice about a key that weft does not read."""
+    return f"Remove it, or set {override('data.ignore', [name])} if the model does not need it."
 
 
 def _reads(read: Sequence[str]) -> str:
     if not read:
-        return "only text is read here"
-    return "weft reads text, images and videos" if VIDEO_PARTS[0] in read else "only text and images are read here"
+        return "weft reads only text here"
+    return "weft reads text, images and videos" if VIDEO_PARTS[0] in read else "weft reads only text and images here"
 
 
 def _check_calls(location: str, message: Message, rules: MessageRules) -> None:
@@ -454,7 +456,7 @@ def _check_calls(location: str, message: Message, rules: MessageRules) -> None:
                 f'{location}: call {number} of `tool_calls` has no name: write {{"type": "function", "function": '
                 '{"name": "...", "arguments": {...}}}.'
             )
-        if "arguments" not in function and "parameters" in function:  # Llama 3's name of them
+        if "arguments" not in function and "parameters" in function:  # Llama 3's name of the arguments
             renamed = {("arguments" if name == "parameters" else name): item for name, item in function.items()}
             calls[number - 1] = {**call, "function": renamed} if call.get("function") else renamed
             function = renamed
@@ -464,7 +466,7 @@ def _check_calls(location: str, message: Message, rules: MessageRules) -> None:
 
 
 def _without(call: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
-    """A copy of a call without these keys, of itself and of its function."""
+    """A copy of a call without these keys, also in its function."""
     result = {name: value for name, value in call.items() if name not in ignored}
     if isinstance(result.get("function"), dict):
         result["function"] = {name: value for name, value in result["function"].items() if name not in ignored}
@@ -472,13 +474,13 @@ def _without(call: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def check_arguments(location: str, arguments: Any) -> Mapping[str, Any]:
-    """The arguments of a call as an object: absent, blank and null ones are {}. Raises UserError for what is none."""
+    """The arguments of a call as an object; {} if they are absent, blank or null. Raises UserError for other values."""
     value = arguments
     if isinstance(value, str):
         try:
             value = parse(value) if value.strip() else None
         except JsonError as error:
-            raise UserError(f"{location}: `arguments` is no JSON: {error}.") from None
+            raise UserError(f"{location}: `arguments` is not valid JSON: {error}.") from None
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -490,7 +492,7 @@ def check_arguments(location: str, arguments: Any) -> Mapping[str, Any]:
 
 
 def _with_train(location: str, message: Message, rules: MessageRules) -> Message:
-    """The message with its marks, of any trainer, as `train`. Raises UserError."""
+    """The message with its marks, of any trainer, converted to `train`. Raises UserError."""
     for name, because in _REFUSED_MARKS.items():
         if name in message and not is_harmless(name, message[name]):
             raise UserError(
@@ -503,7 +505,7 @@ def _with_train(location: str, message: Message, rules: MessageRules) -> Message
             continue
         value = message.pop(name)
         if name == "step_loss_mask" and value == 1 and rules.roles.get(message["role"], message["role"]) != "assistant":
-            continue  # slime's default, which trains answers alone
+            continue  # slime's default, which trains only answers
         if name == "train" and not isinstance(value, bool | int | float):
             raise UserError(f"{location}: `train` must be true or false, not {describe_type(value)}.")
         if not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -524,8 +526,7 @@ def describe_type(value: Any) -> str:
 
 
 def finite_number(location: str, name: str, value: Any) -> float:
-    """The number in a column. Raises UserError for anything else, and for NaN, which tables have in place of a missing
-    number."""
+    """The number in a column. Raises UserError for other values, and for NaN, which tables use for missing numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{location}: `{name}` must be a number, not {describe_type(value)}.")
     if not math.isfinite(value):

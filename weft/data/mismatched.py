@@ -1,4 +1,4 @@
-"""Prompts with the answers of other prompts, over which KTO estimates its z (arXiv:2402.01306, section 4.1)."""
+"""Prompts with the answers of other prompts, on which KTO estimates its z (arXiv:2402.01306, section 4.1)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.engine.batch.document import Document
 
 
 def mismatched(documents: Documents, index: int, limit: int) -> Document:
-    """The prompt of a document with an answer of the example before it in the data, cut to `limit` tokens. It depends
-    on the data alone, and not on the order or the cut of steps."""
+    """The prompt of a document with an answer of the previous example in the data, truncated to `limit` tokens. It
+    depends only on the data, not on the order or size of steps."""
     ends = documents.example_ends
     example = int(np.searchsorted(ends, index, side="right"))
     begin = int(ends[example - 1]) if example else 0
-    before = (example or len(ends)) - 1  # of the first example the last
+    before = (example or len(ends)) - 1  # the last example precedes the first
     first, last = (int(ends[before - 1]) if before else 0), int(ends[before])
     prompted, answered = documents.build(index), documents.build(min(first + index - begin, last - 1))
     start, answer = _answer_start(prompted.weights), _answer_start(answered.weights)

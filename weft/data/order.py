@@ -1,4 +1,4 @@
-"""Which documents each optimizer step takes: a pure function of lengths, seed and config, the same on every rank."""
+"""The documents of each optimizer step: a pure function of lengths, seed and config, equal on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of n documents in an epoch: a permutation that depends on n, seed and epoch alone."""
+    """The order of n documents in an epoch: a permutation that depends only on n, seed and epoch."""
     if not shuffle:
         return list(range(n))
     return permutation(n, f"{seed}:{epoch}")
@@ -19,7 +19,7 @@ def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
 def permutation(n: int, words: str) -> list[int]:
     """A permutation of range(n), drawn from a seed string.
 
-    Numbers are sorted by draws of random.Random.random, the one method whose sequence Python promises to keep on every
+    Numbers are sorted by draws of random.Random.random, the only method whose sequence Python guarantees on every
     platform and in every version.
     """
     draw = random.Random(int.from_bytes(hashlib.sha256(words.encode()).digest(), "big")).random
@@ -29,39 +29,38 @@ def permutation(n: int, words: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """One source of the documents; the documents of each source follow each other. documents: how many it has.
-    weight: as in data.sources."""
+    """A source of documents, which are consecutive. documents: their number. weight: as in data.sources."""
 
     documents: int
     weight: float = 1.0
 
     @property
     def in_epoch(self) -> int:
-        """Documents that an epoch takes: weight x documents, rounded half up, and at least one."""
+        """Number of documents in an epoch: weight x documents, rounded half up, at least one."""
         return max(1, math.floor(self.weight * self.documents + 0.5))
 
     def chosen(self, source: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-        """The indices of the source's documents that an epoch (1, 2, ...) takes. An index may occur more than once.
+        """Indices of the source's documents in an epoch (1, 2, ...). An index may occur more than once.
 
-        The source is an endless sequence of passes, each in its own order drawn from the seed, and each epoch takes the
-        next part of that sequence. So no document is repeated before all have been seen: at weight 0.5, two epochs see
+        The source is an endless sequence of passes, each in an order drawn from the seed. Each epoch reads the next
+        part of that sequence. So no document is repeated before all have been read: at weight 0.5, two epochs read
         every document once; at weight 1, each epoch does.
         """
         first = (epoch - 1) * self.in_epoch
         out: list[int] = []
         while len(out) < self.in_epoch:
             number, offset = divmod(first + len(out), self.documents)
-            needed = self.in_epoch - len(out)
-            if offset == 0 and needed >= self.documents:
+            missing = self.in_epoch - len(out)
+            if offset == 0 and missing >= self.documents:
                 out += range(self.documents)
                 continue
             order = permutation(self.documents, f"{seed}:{source}:{number}") if shuffle else range(self.documents)
-            out += order[offset : offset + needed]
+            out += order[offset : offset + missing]
         return sorted(out) if shuffle else out
 
 
 def order_of(shares: Sequence[SourceShare], seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The indices of the documents that an epoch takes from all sources, in the order of the epoch."""
+    """Indices of an epoch's documents from all sources, in the order of training."""
     chosen: list[int] = []
     begin = 0
     for number, share in enumerate(shares):
@@ -72,7 +71,7 @@ def order_of(shares: Sequence[SourceShare], seed: int, epoch: int, shuffle: bool
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """One optimizer step. number and epoch count from 1. documents: indices into the data, in order."""
+    """The documents of an optimizer step. number and epoch count from 1. documents: indices into the data, in order."""
 
     number: int
     epoch: int
@@ -82,11 +81,12 @@ class SampledStep:
 class StepSampler:
     """The optimizer steps of a run. A step never spans two epochs, so the last step of an epoch may be short.
 
-    lengths: tokens of each document. documents or tokens: the size of a step, as a number of documents, or as the most
-    tokens (a document that is longer gets its own step). epochs or steps: the length of the run; epochs repeat until
-    `steps` is reached. Of each pair exactly one is not None. shares: the sources of the documents; None for one source
-    of weight 1. example_ends: if documents belong together, the number of documents up to the end of each example, such
-    as a pair; then documents, tokens and shares count examples, and a step has all documents of its examples, in order.
+    lengths: tokens of each document. documents or tokens: the size of a step, as a number of documents or as a largest
+    number of tokens (a longer document gets a separate step). epochs or steps: the length of the run; epochs repeat
+    until `steps` is reached. Exactly one of each pair is not None. shares: the sources of the documents; None for one
+    source of weight 1. example_ends: if examples (such as pairs) have several documents, the number of documents up to
+    the end of each example; then documents, tokens and shares count examples, and a step has all documents of its
+    examples, in order.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class StepSampler:
         self._tokens = tokens
         self._seed = seed
         self._shuffle = shuffle
-        self._counts: list[int] = []  # steps of each epoch dealt so far
+        self._counts: list[int] = []  # steps of each epoch computed so far
         if epochs is None:
             self.total = steps or 0
-        elif documents is not None:  # all epochs have as many steps, and there may be very many epochs
+        elif documents is not None:  # all epochs have the same number of steps, and there may be very many epochs
             self.total = epochs * self._count(1)
         else:
             self.total = sum(self._count(epoch + 1) for epoch in range(epochs))
@@ -154,7 +154,7 @@ class StepSampler:
 
     @property
     def in_epoch(self) -> int:
-        """The number of steps of the first epoch, also if the run ends earlier."""
+        """The number of steps in the first epoch, even if the run ends earlier."""
         return self._count(1)
 
     def _count(self, epoch: int) -> int:

@@ -1,4 +1,4 @@
-"""Checks of the tokens of preferences, and the common beginning of answers that come without a prompt."""
+"""Checks the tokens of preferences, and finds the common beginning of answers without a prompt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from weft.errors import BadRowError
 
 
 def separate_answers(records: Sequence[Record], encoded: Sequence[Encoded]) -> list[Encoded]:
-    """The documents of preferences, checked. Of a `text`, what both answers begin with is the prompt, which is not
-    trained. Raises BadRowError for a row whose answers have the same tokens, or none."""
+    """The documents of preferences, checked. For `text` documents, the common beginning of both answers is the prompt,
+    which is not trained. Raises BadRowError for a row whose answers have the same tokens, or no tokens."""
     out = list(encoded)
     for first, second in _pairs(records):
         location, chosen, rejected = records[first].location, encoded[first], encoded[second]
@@ -27,7 +27,7 @@ def separate_answers(records: Sequence[Record], encoded: Sequence[Encoded]) -> l
     for record, document in zip(records, out, strict=True):
         if not any(document.trained[1:]):
             name = record.role if record.role in ("chosen", "rejected") else "completion"
-            raise BadRowError(f"{record.location}: `{name}` has no token behind the prompt. Remove the row.")
+            raise BadRowError(f"{record.location}: `{name}` has no token after the prompt. Remove the row.")
     return out
 
 

@@ -1,13 +1,13 @@
-"""Rows of preferences -> rows of single answers, which records.py parses as any others.
+"""Splits rows of preferences into rows of single answers, which records.py parses like other rows.
 
-{"prompt": ..., "chosen": ..., "rejected": ...}     TRL: text or messages; without `prompt` the common beginning is it
+{"prompt": ..., "chosen": ..., "rejected": ...}     TRL: text or messages; without `prompt`, the common beginning
 {"conversations": [...], "chosen": {...}, "rejected": {...}}, {"instruction": ..., "input": ..., "chosen": ..., ...}
                                                     LLaMA-Factory
 {"messages": [...], "chosen": {...}, "rejected": {...}}, {"system": ..., "question": ..., "chosen": ..., ...}    axolotl
 {"prompt": ..., "completion": ..., "label": true}   TRL's unpaired answers; LLaMA-Factory's `messages` and `kto_tag`
 
-A pair is two answers, chosen and rejected; of an unpaired row one. Further columns (system, tools, images, ...) belong
-to the prompt, and so to both. Imports no torch.
+A pair has two answers, chosen and rejected; an unpaired row has one. Further columns (system, tools, images, ...) are
+part of the prompt, and so apply to both answers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NEEDED = "`prompt`, `chosen` and `rejected`, `chosen` and `rejected` alone, or `
 
 _PAIR = ("chosen", "rejected")
 _LABELS = ("label", "kto_tag")
-# Columns of the prompt, the first that a row has is read.
+# Columns of the prompt. The first that a row has is read.
 _PROMPTS = ("prompt", "messages", *CONVERSATIONS, "instruction", *QUESTIONS)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRow:
-    """One answer of a row. values: a row of documents; `text` begins with the prompt, which is what both answers of
-    the pair begin with."""
+    """An answer of a row. values: a row of documents; `text` begins with the prompt, the common beginning of both
+    answers."""
 
     role: Role
     values: Mapping[str, Any]
@@ -50,12 +50,12 @@ def split_preferences(location: str, row: Mapping[str, Any], columns: Mapping[st
     if label is None or not any(name in present for name in ("completion", "messages", *CONVERSATIONS)):
         names = ", ".join(f"`{name}`" for name in row) or "no columns"
         raise UserError(
-            f"{location}: has {names}; preferences need {NEEDED}. Say in data.columns which of your columns these are."
+            f"{location}: has {names}, but preferences need {NEEDED}. Map your columns to them in data.columns."
         )
     if not isinstance(present[label], bool) and present[label] not in (0, 1):
         raise UserError(f"{location}: `{label}` must be true or false, not {describe_type(present[label])}.")
     values = {name: value for name, value in present.items() if name not in _LABELS}
-    if "completion" not in values:  # the last answer of a conversation, as LLaMA-Factory has it
+    if "completion" not in values:  # LLaMA-Factory: the last answer of a conversation
         column = next(name for name in ("messages", *CONVERSATIONS) if name in values)
         turns = values.pop(column)
         if not isinstance(turns, list) or len(turns) < 2:
@@ -66,13 +66,13 @@ def split_preferences(location: str, row: Mapping[str, Any], columns: Mapping[st
 
 
 def parse_answers(location: str, row: Mapping[str, Any], reading: ParseOptions, folder: str = "") -> list[Record]:
-    """The documents of a row of preferences. Arguments as of parse_row. Raises UserError."""
+    """The documents of a row of preferences. Arguments: as in parse_row. Raises UserError."""
     options, records = replace(reading, columns={}), []
     for answer in split_preferences(location, row, reading.columns):
         record = parse_row(location, answer.values, options, folder)
         records.append(replace(record, role=answer.role, margin=answer.margin))
     if records[0].images != records[-1].images:
-        raise UserError(f"{location}: the answers have different images: images belong to the prompt.")
+        raise UserError(f"{location}: the answers have different images. Images must be in the prompt.")
     return records
 
 
@@ -82,7 +82,7 @@ def _pair(location: str, row: Mapping[str, Any]) -> list[AnswerRow]:
         _check_answer(location, name, row[name])
     if type(chosen) is not type(rejected):
         raise UserError(
-            f"{location}: `chosen` is {describe_type(chosen)} and `rejected` {describe_type(rejected)}: write both as "
+            f"{location}: `chosen` is {describe_type(chosen)} but `rejected` {describe_type(rejected)}. Write both as "
             "text, or both as messages."
         )
     if chosen == rejected:
@@ -118,7 +118,7 @@ def _pair(location: str, row: Mapping[str, Any]) -> list[AnswerRow]:
 def _conversations(
     location: str, question: Any, chosen: Sequence[Any], rejected: Sequence[Any]
 ) -> list[dict[str, Any]]:
-    """Prompt and completion of two answers of messages. Without a prompt of messages, or where the answers repeat it,
+    """Prompt and completion of two answers in messages. Without a prompt of messages, or if the answers repeat it,
     their common beginning is the prompt."""
     prompt = list(question) if isinstance(question, list) else []
     if not prompt or chosen[: len(prompt)] == prompt:
@@ -131,14 +131,14 @@ def _conversations(
         prompt = [{"role": "user", "content": question}]
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
-            raise UserError(f"{location}: `{name}` has no answer behind what both conversations begin with.")
+            raise UserError(f"{location}: `{name}` has no answer after the common beginning of both conversations.")
     if not prompt:
-        raise UserError(f"{location}: `chosen` and `rejected` have no common beginning, and there is no `prompt`.")
+        raise UserError(f"{location}: `chosen` and `rejected` have no common beginning, and the row has no `prompt`.")
     return [{"prompt": prompt, "completion": list(answer)} for answer in (chosen, rejected)]
 
 
 def _unquoted(value: Any) -> Any:
-    """Messages that stand as JSON in a text, as in tables without nested columns."""
+    """Messages parsed from JSON text, as in tables without nested columns."""
     return parse(value) if isinstance(value, str) and is_json_list(value) else value
 
 

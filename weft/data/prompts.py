@@ -1,4 +1,4 @@
-"""The prompts of eval.prompts, for a model to answer: from a JSONL or text file, or from a list of texts."""
+"""Reads the prompts of eval.prompts, which a model answers: from a JSONL or text file, or from a list of texts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from weft.strict_json import JsonError, parse
 Messages = list[dict[str, str]]
 Render = Callable[[Messages, bool], str]
 
-_MARK = "weft-mark"  # a stand-in for an answer: the text that the template writes before it is the prompt
-_NEEDED = "it needs `messages` (a chat to be answered) or `prompt` (a text to be continued)"
+_MARK = "weft-mark"  # placeholder for an answer: the text before it in the rendering is the prompt
+_NEEDED = "it needs `messages` (a chat to answer) or `prompt` (a text to continue)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,29 @@ def load_prompts(
 ) -> list[EvalPrompt]:
     """The prompts of a JSONL file, of the lines of a .txt file, or of a list of texts.
 
-    A text of the list, or a line of text, is a user's message if there is a chat template, else a text to be continued.
-    In a JSONL file, `messages` goes through the chat template without the assistant messages at its end, and a text
-    `prompt` is continued as it is; so a file of training data works, too.
+    A text of the list, or a line of text, is a user's message if there is a chat template, else a text to continue. In
+    a JSONL file, the chat template renders `messages` without the assistant messages at the end, and a text `prompt` is
+    continued unchanged, so training data also work.
 
-    encoding: the chat template, if not the tokenizer's own, and its variables. rules: how messages are read. images:
+    encoding: the chat template, if not the tokenizer's, and its variables. rules: options for reading messages. images:
     the image reader of a vision model. Raises UserError, with file and line.
     """
     reader = _EvalPromptReader(Encoder(tokenizer, encoding, images), rules, images)
     if isinstance(source, str):
         folder = str(Path(source).parent)
         lines = list(_lines(source))
-        if source.endswith(".txt") and lines and not lines[0][1].lstrip().startswith("{"):  # else JSONL by its content
+        if (
+            source.endswith(".txt") and lines and not lines[0][1].lstrip().startswith("{")
+        ):  # otherwise detected as JSONL by its content
             prompts = [reader.of_question(location, line.rstrip("\r")) for location, line in lines]
         else:
             prompts = [reader.of_line(location, line, folder) for location, line in lines]
     else:
         prompts = [reader.of_question(f"eval.prompts[{i}]", text) for i, text in enumerate(source)]
     if not prompts:
-        raise UserError(f"eval.prompts: {source} holds no prompts: put one in each line, or leave eval.prompts out.")
+        raise UserError(
+            f"eval.prompts: {source} contains no prompts. Write one prompt per line, or remove eval.prompts."
+        )
     return prompts
 
 
@@ -89,7 +93,7 @@ class _EvalPromptReader:
     images: Images | None
 
     def of_question(self, location: str, text: str) -> EvalPrompt:
-        """The prompt of a text: a user's message if there is a chat template, else a text to be continued."""
+        """The prompt of a text: a user's message if there is a chat template, else a text to continue."""
         if has_template(self.encoder.tokenizer, self.encoder.encoding):
             return self._of_chat(location, with_default_system([{"role": "user", "content": text}], self.rules), {})
         return self._of_text(location, text)
@@ -115,7 +119,7 @@ class _EvalPromptReader:
             while read and read[-1]["role"] == "assistant":
                 read.pop()
             if not read:
-                raise UserError(f"{location}: holds no message that could be answered: end it with one of the user.")
+                raise UserError(f"{location}: contains no message to answer. End it with a message of the user.")
             refuse_media(location, value, VIDEOS)
             with_system_text = with_default_system(with_system(location, value, read), self.rules)
             messages, media = take_images(location, with_system_text, value, folder)
@@ -128,18 +132,18 @@ class _EvalPromptReader:
     def _of_text(self, location: str, text: str) -> EvalPrompt:
         (tokens,) = self.encoder.beginnings([text])
         if not tokens:
-            raise UserError(f"{location}: is empty: write a text for the model to continue.")
+            raise UserError(f"{location}: is empty. Write a text for the model to continue.")
         return EvalPrompt(text, tuple(tokens))
 
     def _of_chat(
         self, location: str, messages: list[Message], inputs: Mapping[str, Any], prompt_media: tuple[Image, ...] = ()
     ) -> EvalPrompt:
-        """The prompt of a chat. inputs: its tools and template variables, as template_inputs gives them."""
+        """The prompt of a chat. inputs: its tools and template variables, from template_inputs."""
         tokenizer, images = self.encoder.tokenizer, self.images
         if not has_template(tokenizer, self.encoder.encoding):
             raise UserError(
-                f"{location}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be "
-                "continued, or use the model's chat (instruct) variant."
+                f"{location}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to "
+                "continue, or use the model's chat (instruct) variant."
             )
         chat, answers, kwargs = self.encoder.question(
             Record(location, "messages", {"messages": messages, **inputs}, prompt_media)
@@ -160,7 +164,7 @@ class _EvalPromptReader:
 
 
 def up_to_the_answer(render: Render, messages: Messages) -> str:
-    """The rendering up to the beginning of the answer, also for templates without a generation prompt. render:
+    """The rendering up to the beginning of the answer. Works also for templates without a generation prompt. render:
     (messages, whether to add the generation prompt) -> text."""
     plain, asking = render(messages, False), render(messages, True)
     if asking != plain:

@@ -1,4 +1,4 @@
-"""Rows -> Records: each row is one document in one of these formats, checked before anything is tokenised.
+"""Parses rows into Records. Each row is a document in one of these formats, checked before tokenising:
 
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 {"prompt": "...", "completion": "..."}    both strings, or both messages
@@ -7,9 +7,9 @@
 {"input_ids": [...], "labels": [...]}     tokens, used unchanged; `labels` are not shifted, and -100 is not trained
 {"input_ids": [...], "loss_mask": [...]}  1 is trained; also TRL's completion_mask and assistant_masks
 
-Further columns: `tools`, `system` and `chat_template_kwargs`, `history` of an instruction, and `images` and `videos`
-of a chat (weft/data/image_columns.py). Columns of other trainers that mean the same, or change what is trained, are
-read or refused (weft/data/columns.py); all others are ignored.
+Further columns: `tools`, `system` and `chat_template_kwargs`, `history` of an instruction, and `images` and `videos` of
+a chat (weft/data/image_columns.py). weft reads or refuses columns of other trainers that have the same meaning or
+change the trained tokens (weft/data/columns.py), and ignores all others.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from weft.data.messages import (
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
-# What a document is of its row: an answer of a pair, or an unpaired one (weft/data/preferences.py).
+# Role of a document in its row: an answer of a pair, or an unpaired answer (weft/data/preferences.py).
 Role = Literal["", "chosen", "rejected", "desired", "undesired"]
 ROLES: tuple[Role, ...] = ("", "chosen", "rejected", "desired", "undesired")
 Format = Literal["messages", "prompt", "text", "input_ids", "steps"]
-# What a document is: a prompt is text, or messages, which go through the chat template.
+# Kind of a document. A prompt is text, or messages for the chat template.
 Kind = Literal["messages", "prompt", "text", "input_ids", "prompt of messages", "steps"]
 ALL_KINDS: tuple[Kind, ...] = ("messages", "prompt", "text", "input_ids", "prompt of messages", "steps")
 CHATS: tuple[Kind, ...] = ("messages", "prompt of messages")
 NEEDED = "`messages`, `prompt` and `completion`, `text`, `instruction` and `output`, or `input_ids`"
 
-# Columns that change what a document means: ignoring them would train on something other than the user wrote.
+# Columns that change the meaning of a document: without them, training would use another document than the user wrote.
 UNREAD_COLUMNS = ("audios", "documents")
 
-# Columns of other libraries' data that hold conversations, and questions.
+# Columns with conversations, and with questions, in data of other libraries.
 CONVERSATIONS, QUESTIONS = ("conversations", "conversation"), ("question", "problem", "query", "input")
 # Columns that may hold the answer to `prompt` if there is no `completion` -> their paths in data.columns.
 ANSWERS = {
@@ -79,15 +79,15 @@ class TopLists:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One checked document.
+    """A checked document.
 
     location: "file:line" or "file[row]", for messages. value: its keys depend on the format: `messages` (a list of
     dicts), with `tools` and `chat_template_kwargs` if the row has them; `prompt` and `completion`, both strings, or
     both lists of messages with the same two; `prompt`, `steps` and `trained`, texts and a number per step; `text`;
     `input_ids` and `trained` (1 for each trained token, else 0). images: the images and videos of a chat, in the order
-    of the content parts that stand for them. position: of the row, for reading it again; None if the row cannot be read
-    by itself. role, margin: of an answer of preferences; margin: also the label of a row that has one.
-    teacher: index of the row's teacher in distill.teachers. lists: what its teacher predicts.
+    of their content parts. position: of the row, for reading it again; None if a single row cannot be read. role: of an
+    answer of preferences. margin: of a pair, or the label of a row. teacher: index of the row's teacher in
+    distill.teachers. lists: its teacher's predictions.
     """
 
     location: str
@@ -108,11 +108,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ParseOptions:
-    """How rows are parsed. columns: as data.columns. rules: how messages are read. chat: whether an instruction becomes
-    a chat, or else plain text. preferences: whether rows are of preferences, with one or two documents each. label,
-    num_labels: what label rows have, and of how many classes. step_separator, last_step_only: as reward.step_separator
-    and reward.train_on_last_step_only. teachers, teacher_column: the names of distill.teachers, and the column that has
-    one of them. listed: the names of teachers whose rows have lists; `all` without names; empty if none has."""
+    """Options for parsing rows. columns: as data.columns. rules: options for reading messages. chat: whether an
+    instruction becomes a chat; else plain text. preferences: whether rows are preferences, with one or two documents
+    each. label, num_labels: the kind of rows' labels, and the number of classes. step_separator, last_step_only: as
+    reward.step_separator and reward.train_on_last_step_only. teachers: the names of distill.teachers. teacher_column:
+    the column with such a name. listed: the names of teachers whose rows have lists; `all` without names; empty if none
+    has."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     rules: MessageRules = AS_THEY_STAND
@@ -128,19 +129,20 @@ class ParseOptions:
 
     @property
     def taught(self) -> bool:
-        """Whether rows say more of their teacher than their source does."""
+        """Whether rows name their teacher or have its predictions."""
         return bool(self.teachers or self.listed)
 
 
 def template_use(counts: Mapping[str, int], data: DataConfig, template: bool, *, has_roles: bool = False) -> str:
-    """A sentence on whether the chat template renders the documents. counts: of documents by kind. template: whether
-    there is one. has_roles: whether documents are answers of preferences, which only messages render."""
+    """A sentence about whether the chat template renders the documents. counts: of documents by kind. template: whether
+    there is a template. has_roles: whether documents are answers of preferences, which are rendered only as
+    messages."""
     unit = f"; each {data.text_unit or 'line'} of a .txt file is a document" if _has_texts(counts, data) else ""
     return f"{_template_use(counts, data, template, has_roles=has_roles)}{unit}"
 
 
 def _has_texts(counts: Mapping[str, int], data: DataConfig) -> bool:
-    """Whether some of the documents come from a .txt file whose text is read."""
+    """Whether some documents are text from a .txt file."""
     paths = [source.path for source in data.sources or ()] if data.path is None else [data.path]
     files = [name for path in paths for name in (matching_files(path) if is_pattern(path) else [path])]
     return counts.get("text", 0) > 0 and any(name.removesuffix(".gz").endswith(".txt") for name in files)
@@ -169,7 +171,7 @@ def _template_use(counts: Mapping[str, int], data: DataConfig, template: bool, *
 
 
 def json_row(location: str, line: bytes) -> dict[str, Any]:
-    """The row of one line of JSON. location: "file:line", for messages. Raises UserError."""
+    """The row in a line of JSON. location: "file:line", for messages. Raises UserError."""
     try:
         row = parse(line.strip())
     except UnicodeDecodeError as error:
@@ -204,7 +206,7 @@ _QUESTION_COLUMNS = ("prompt", "instruction", "input")
 
 
 def conversations_of(row: Mapping[str, Any]) -> Any:
-    """ShareGPT's `conversations`, in a row that is in no other format; else None."""
+    """ShareGPT's `conversations` of a row without another format; else None."""
     other_formats = ("messages", "text", "completion", "output", "input_ids")
     if any(name in row for name in other_formats):
         return None
@@ -223,17 +225,18 @@ def refuse_media(location: str, row: Mapping[str, Any], *further: str) -> None:
     if unread := [name for name in (*further, *UNREAD_COLUMNS) if row.get(name)]:
         read = "text and images" if further else "text, images and videos"
         raise UserError(
-            f"{location}: `{unread[0]}` is not read in this version, where {read} are. Remove the column if the "
-            "document is right without it."
+            f"{location}: `{unread[0]}` is not supported in this version, which reads {read}. Remove the column if the "
+            "document is correct without it."
         )
 
 
 def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
-    """The record with the images and videos of its messages and of the columns `images` and `videos` in `images`."""
+    """The record with `images` set to the images and videos of its messages and of the columns `images` and
+    `videos`."""
     names = [name for name in ("messages", "prompt", "completion") if isinstance(record.value.get(name), list)]
     if not names:
-        _refuse(record.location, row, ("images",), f"`{record.format}` has no messages, to which images belong")
-        _refuse(record.location, row, ("videos",), f"`{record.format}` has no messages, to which videos belong")
+        _refuse(record.location, row, ("images",), f"`{record.format}` has no messages, which images need")
+        _refuse(record.location, row, ("videos",), f"`{record.format}` has no messages, which videos need")
         return record
     messages = [message for name in names for message in record.value[name]]
     bare, images = take_images(record.location, messages, row, folder)
@@ -246,9 +249,9 @@ def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
 
 def _json_advice(line: bytes) -> str:
     if line.lstrip().startswith(b"["):
-        return " JSONL has one object per line and no list around them; a file with one list is called .json."
+        return " JSONL has one object per line, without a list around them. Rename a file with one list to .json."
     if line.strip() in (b"{", b"}", b"},"):
-        return " JSONL has one whole object per line; this one spreads over several."
+        return " JSONL has one complete object per line; this object spans several lines."
     return " Each line must be one JSON object."
 
 
@@ -260,7 +263,7 @@ def _format(location: str, row: Mapping[str, Any], present: Mapping[str, Any], c
     if len(formats) > 1:
         names = " and ".join(f"`{name}`" for name in formats)
         raise UserError(
-            f"{location}: is in more than one format ({names}). Remove all but one, or name the one to train in "
+            f"{location}: is in more than one format ({names}). Keep one of them, or name the format to train in "
             f"data.columns, as in {override('data.columns', {formats[0]: formats[0]})}."
         )
     if formats:
@@ -268,7 +271,7 @@ def _format(location: str, row: Mapping[str, Any], present: Mapping[str, Any], c
     _refuse_preferences(location, present, chat)
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
     setting = _setting(_likely_columns(present, chat)) or divided_columns(location, row)
-    raise UserError(f"{location}: has {names}; it needs {NEEDED}.{setting}")
+    raise UserError(f"{location}: has {names}, but needs {NEEDED}.{setting}")
 
 
 def _setting(columns: Mapping[str, str]) -> str:
@@ -276,7 +279,7 @@ def _setting(columns: Mapping[str, str]) -> str:
 
 
 def _likely_columns(row: Mapping[str, Any], chat: bool) -> dict[str, str]:
-    """The data.columns to propose for a row of another library; empty if none of its columns is known."""
+    """The data.columns to propose for a row of another library; empty if weft knows none of its columns."""
     turns = (name for name, value in row.items() if isinstance(value, list) and value and _are_turns(value))
     named = next((name for name in (*CONVERSATIONS, "chosen") if isinstance(row.get(name), list)), next(turns, None))
     if named is not None:
@@ -294,8 +297,8 @@ def _answers(row: Mapping[str, Any]) -> list[str]:
 
 
 def _question_and_answer(row: Mapping[str, Any], question: str, answer: str, chat: bool) -> dict[str, str]:
-    """The data.columns of a question and an answer. Where there is a chat template, texts become a chat: a prompt and
-    a completion that are texts would be trained without it."""
+    """The data.columns of a question and an answer. With a chat template, texts become a chat, because a prompt and a
+    completion in text would be trained without the template."""
     if chat and isinstance(row[question], str) and not is_json_list(row[question]):
         return {"instruction": question, "output": answer}
     named = {"prompt": question, "completion": answer}
@@ -303,7 +306,7 @@ def _question_and_answer(row: Mapping[str, Any], question: str, answer: str, cha
 
 
 def _refuse_preferences(location: str, row: Mapping[str, Any], chat: bool) -> None:
-    """Raises UserError for a row of a preferred and another answer; it proposes to train only the preferred one."""
+    """Raises UserError for a preference pair; the error proposes to train only the preferred answer."""
     if "chosen" not in row or "rejected" not in row:
         return
     chosen = row["chosen"]
@@ -323,20 +326,20 @@ def _refuse_preferences(location: str, row: Mapping[str, Any], chat: bool) -> No
 
 
 def _refuse_unwanted(location: str, row: Mapping[str, Any]) -> None:
-    """Raises UserError for an unwanted answer in a row of unpaired preferences (KTO): TRL's `label` beside
-    prompt and completion, LLaMA-Factory's `kto_tag`."""
+    """Raises UserError for an undesirable answer in a row of unpaired preferences (KTO): TRL's `label` next to prompt
+    and completion, or LLaMA-Factory's `kto_tag`."""
     marks = ("label", "kto_tag") if "prompt" in row and "completion" in row else ("kto_tag",)
     for mark in marks:
         if row.get(mark) is False:
             raise UserError(
-                f"{location}: `{mark}` is false: the answer is one that is not wanted. `weft dpo` with "
-                "preference.loss=kto trains on such rows. Remove them to fine-tune on the others, or set "
+                f"{location}: `{mark}` is false, so the answer is undesirable. `weft dpo` with preference.loss=kto "
+                "trains on such rows. To fine-tune on the other rows, remove these, or set "
                 f"{override('data.ignore', [mark])} to train all."
             )
 
 
 def _are_turns(value: Sequence[Any]) -> bool:
-    """Whether a list may be a conversation with keys of other names: objects with two texts or more."""
+    """Whether a list may be a conversation with unknown keys: objects with two texts or more."""
     return all(isinstance(item, dict) and sum(isinstance(text, str) for text in item.values()) > 1 for item in value)
 
 
@@ -383,8 +386,8 @@ def _read_prompt(location: str, row: Mapping[str, Any], reading: ParseOptions) -
     if isinstance(prompt, str) and not is_json_list(prompt):
         if isinstance(completion, list | dict):
             raise UserError(
-                f"{location}: `prompt` is text and `completion` {describe_type(completion)}: write both as text, or "
-                "both as messages."
+                f"{location}: `prompt` is text, but `completion` is {describe_type(completion)}. Write both as text, "
+                "or both as messages."
             )
         _string(location, row, "completion")
     if not isinstance(prompt, list | str):
@@ -405,7 +408,7 @@ def _read_prompt(location: str, row: Mapping[str, Any], reading: ParseOptions) -
 
 
 def _read_instruction(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
-    """Alpaca's columns. In a chat the question is one user message; as plain text it ends with an empty line."""
+    """Alpaca's columns. In a chat, the question is one user message; as plain text, it ends with an empty line."""
     if "output" not in row:
         _refuse_preferences(location, row, reading.chat)
         raise UserError(f"{location}: has `instruction` but no `output`. Add `output`, the answer.")
@@ -453,23 +456,25 @@ def template_inputs(location: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_system(location: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages, preceded by the text of the column `system` if the row has one, or of one that means the same.
-    Raises UserError."""
+    """The messages, preceded by the text of the row's column `system` or of a column with the same meaning. Raises
+    UserError."""
     name, _ = system_of(location, row)
     if not name:
         return messages
     if messages[0].get("role") == "system":
         if name in SYSTEMS and messages[0].get("content") == row[name]:
             return messages
-        raise UserError(f"{location}: has a column `{name}`, and its messages begin with one of the system. Keep one.")
+        raise UserError(
+            f"{location}: has a column `{name}`, but its messages also begin with a system message. Keep one."
+        )
     return [{"role": "system", "content": _string(location, row, name)}, *messages]
 
 
 def _refuse_default_system(location: str, reading: ParseOptions, form: str) -> None:
     if reading.rules.system is not None:
         raise UserError(
-            f"{location}: data.system has no effect on `{form}`, which does not go through a chat template. Leave it "
-            "out, or write the document as `messages`."
+            f"{location}: data.system has no effect on `{form}`, which no chat template renders. Remove data.system, "
+            "or write the document as `messages`."
         )
 
 
@@ -492,7 +497,7 @@ def _refuse(location: str, row: Mapping[str, Any], names: tuple[str, ...], becau
 def _string(location: str, row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
-        advice = " A list of messages goes under `messages`." if isinstance(value, list) and name == "text" else ""
+        advice = " Write a list of messages under `messages`." if isinstance(value, list) and name == "text" else ""
         raise UserError(f"{location}: `{name}` must be a string, not {describe_type(value)}.{advice}")
     return value
 
@@ -530,16 +535,16 @@ def read_tokens(location: str, row: Mapping[str, Any]) -> tuple[list[int], list[
     """(token ids, 1 for each trained token, else 0) of a row. Raises UserError."""
     ids = _integers(location, row, "input_ids")
     if not ids or not 0 <= min(ids) <= max(ids) <= _LARGEST:
-        raise UserError(f"{location}: `input_ids` must be token ids, one or more, from 0.")
-    # A row with padding or several documents would be trained as one document.
+        raise UserError(f"{location}: `input_ids` must be one or more token ids, each 0 or above.")
+    # weft would train a row with padding or several documents as one document.
     length = len(ids)
     mask, positions = row.get("attention_mask"), row.get("position_ids")
     if mask is not None and (not isinstance(mask, list) or mask != [1] * length):
-        raise UserError(f"{location}: `attention_mask` leaves tokens out: weft pads by itself, so leave padding out.")
+        raise UserError(f"{location}: `attention_mask` excludes tokens. weft pads rows itself, so remove padding.")
     if positions is not None and positions != list(range(length)):
         raise UserError(
-            f"{location}: `position_ids` start over: the row has several documents. weft packs by itself: write one a "
-            "row."
+            f"{location}: `position_ids` restart, so the row has several documents. weft packs documents itself, so "
+            "write one per row."
         )
     named = [name for name in ("labels", *_MASKS) if row.get(name) is not None]
     if len(named) > 1:
@@ -548,7 +553,7 @@ def read_tokens(location: str, row: Mapping[str, Any]) -> tuple[list[int], list[
         return ids, [1] * len(ids)
     values = _integers(location, row, named[0])
     if len(values) != len(ids):
-        raise UserError(f"{location}: `{named[0]}` has {len(values)} values, and `input_ids` {len(ids)}.")
+        raise UserError(f"{location}: `{named[0]}` has {len(values)} values, but `input_ids` has {len(ids)}.")
     return ids, _of_labels(location, ids, values) if named[0] == "labels" else _of_mask(location, named[0], values)
 
 
@@ -556,8 +561,8 @@ def _of_labels(location: str, ids: list[int], labels: list[int]) -> list[int]:
     for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORED, token):
             raise UserError(
-                f"{location}: `labels` has {label} at {index}, where `input_ids` has {token}: a label is the token "
-                "itself, not the next one, or -100, which is not trained."
+                f"{location}: `labels` has {label} at {index}, but `input_ids` has {token}. A label must be the token "
+                "at the same position, not the next, or -100, which is not trained."
             )
     return [int(label != IGNORED) for label in labels]
 
@@ -573,5 +578,5 @@ def _integers(location: str, row: Mapping[str, Any], name: str) -> list[int]:
     if not isinstance(values, list):
         raise UserError(f"{location}: `{name}` must be a list of integers, not {describe_type(values)}.")
     if wrong := [value for value in values if not isinstance(value, int)]:
-        raise UserError(f"{location}: `{name}` must hold integers, and has {wrong[0]!r:.40}.")
+        raise UserError(f"{location}: `{name}` must contain integers, but has {wrong[0]!r:.40}.")
     return [int(value) for value in values]

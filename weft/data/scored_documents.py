@@ -1,4 +1,4 @@
-"""Documents of a reward model: the last token is scored, or those that end a step."""
+"""Documents of a reward model, which scores the last token or the last token of each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.scores import scored_document, scored_length, with_end_mark
 
 class ScoredDocuments(Documents):
     """Documents with an end mark, at whose prediction the last token is scored (engine/scores.py). array: the name of
-    the number of each, `margin` or `label`."""
+    each document's number, `margin` or `label`."""
 
     def __init__(self, documents: Documents, pad: int | None, array: str) -> None:
         """pad: as in scored_length."""
@@ -51,13 +51,13 @@ class ScoredDocuments(Documents):
 
 
 class StepDocuments(Documents):
-    """Documents whose steps have a label: a trained value v of a token, from 1, is the label v - 1 of the step that it
-    ends."""
+    """Documents whose steps have labels. A value v >= 1 in `trained` is the label v - 1 of the step that ends at this
+    token."""
 
     def __init__(self, documents: Documents) -> None:
         self.__dict__.update(vars(documents))
         measures = documents.measures()
-        # Count 1 where the first token ends a step, which happens where a prompt has no token.
+        # Count 1 if the first token ends a step, as it may if a prompt has no tokens.
         first = [np.empty(0, np.int64)]
         for selection in self._selections:
             table, indices = selection.table, selection.indices
@@ -69,7 +69,7 @@ class StepDocuments(Documents):
 
     def build(self, index: int) -> Document:
         document = super().build(index)
-        # [T + 1] the label + 1 of the step that a token ends, or 0, where the next token is predicted
+        # [T + 1] label + 1 of the step that the previous token ends, or 0
         marks = torch.cat([torch.zeros(1), document.weights])
         return Document(
             with_end_mark(document.tokens), (marks > 0).float(), arrays={"label": (marks - 1).clamp(min=0.0)},

@@ -1,5 +1,5 @@
-"""Where documents come from: files, patterns of files, saved datasets, the hub, tables and lists in memory. Imports
-neither torch nor transformers."""
+"""Sources of documents: files, patterns of files, saved datasets, the hub, tables and lists in memory. Imports neither
+torch nor transformers."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ TextUnit = Literal["line", "paragraph", "document"]
 
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1000
-_HELD_BYTES = 8 << 20  # a block of rows that are read sequentially also ends here
-_UNPACKED_BYTES = 1 << 30  # the largest JSON list in a .gz file, which is read whole
+_HELD_BYTES = 8 << 20  # most bytes of a block of rows that are read sequentially
+_UNPACKED_BYTES = 1 << 30  # largest JSON list in a .gz file, which is read into memory
 _COUNTED = 256  # blocks whose lines are counted at a time
-_SAMPLED = 16  # places of a large file that a sample is read from
-_FIRST_BYTES = 1 << 20  # of a first line that shows what a file is
-_GROUP_BYTES = 32 << 20  # the largest Parquet row group that is read for one of its rows
+_SAMPLED = 16  # positions in a large file from which a sample is read
+_FIRST_BYTES = 1 << 20  # bytes of the first line that are read to detect the format
+_GROUP_BYTES = 32 << 20  # largest Parquet row group that is read for a single row
 
 
 @dataclass(frozen=True)
 class SourcePart:
-    """One file or table of a source.
+    """A file or table of a source.
 
-    origin: its name in messages. size: bytes, about. by_line: whether rows are numbered by line, else by index from 0.
-    blocks: yields its blocks in order. digest: of the content; None if the part has none (data in memory, a split of a
-    file). sample: yields blocks spread over the part; None if it can only be read in order. row: a block of the single
-    row at a position (see Record); None if rows cannot be read again.
+    origin: its name in messages. size: approximate bytes. by_line: whether rows are numbered by line, else by index
+    from 0. blocks: yields its blocks in order. digest: of the content; None if it has none (data in memory, a split of
+    a file). sample: yields blocks spread over the part; None if it can only be read in order. row: returns a block with
+    the row at a position (see Record); None if rows cannot be read again.
     """
 
     origin: str
@@ -107,7 +107,7 @@ def open_source(
     source: SourceConfig, key: str = "data.path", max_bytes: int = MAX_ROW_BYTES, unit: TextUnit | None = None
 ) -> list[SourcePart]:
     """The files or tables of a source. key: the config key, for messages. most: the largest allowed row, in bytes.
-    unit: as data.text_unit. Raises UserError if there are none, or `split` or `subset` do not apply."""
+    unit: as data.text_unit. Raises UserError if there are none, or if `split` or `subset` do not apply."""
     path, split = str(Path(source.path).expanduser()), parse_split(source.split)
     if problem := data_problem(key, path):
         raise UserError(problem)
@@ -120,12 +120,13 @@ def open_source(
     _refuse_subset(source)
     if split.name:
         raise UserError(
-            f"data.split: {source.path} is a file, which has no split called {split.name}: leave it out, or write a "
-            "part such as [:1000]."
+            f"data.split: {source.path} is a file, which has no split {split.name}. Remove data.split, or write a part "
+            "such as [:1000]."
         )
     if len(files) > 1 and not split.is_whole:
         raise UserError(
-            f"data.split: {source.path} names {len(files)} files: a part such as {source.split} is of one file."
+            f"data.split: {source.path} names {len(files)} files, but a part such as {source.split} needs a single "
+            "file."
         )
     return [open_file(file, split, max_bytes, unit) for file in files]
 
@@ -133,14 +134,14 @@ def open_source(
 def _refuse_subset(source: SourceConfig) -> None:
     if source.subset is not None:
         raise UserError(
-            f"data.subset: {source.path} is not a dataset on the hub, and nothing else has subsets: leave it out."
+            f"data.subset: {source.path} is not a dataset on the hub, and only these have subsets. Remove data.subset."
         )
 
 
 def open_file(
     path: str, split: Split | None = None, max_bytes: int = MAX_ROW_BYTES, unit: TextUnit | None = None
 ) -> SourcePart:
-    """Opens a file by its extension; an unknown extension is JSONL, if the file is. most: the largest allowed row, in
+    """Opens a file by its extension. With an unknown extension, it must be JSONL. most: the largest allowed row, in
     bytes. unit: as data.text_unit."""
     chosen, file = split or Split(), _File(path, max_bytes, FileStamp.from_path(path))
     name = path.removesuffix(".gz")
@@ -166,7 +167,7 @@ def in_memory(rows: Any, name: str = "data") -> SourcePart:
         return _dataset(name, rows, Split())
     listed = list(rows)
     if wrong := [row for row in listed if not isinstance(row, Mapping)]:
-        raise UserError(f"{name}: each document must be a dict of columns, and one is a {type(wrong[0]).__name__}.")
+        raise UserError(f"{name}: each document must be a dict of columns, but one is a {type(wrong[0]).__name__}.")
 
     def row(position: int) -> Block:
         return RowBlock(name, [listed[position]], [position], False, 0)
@@ -206,8 +207,8 @@ def _lines(file: _File) -> SourcePart:
 
 
 def _newlines(path: str, starts: range) -> Iterator[tuple[int, int]]:
-    """Yields (start, number of line ends) of each block. No pool is alive at a yield: an abandoned generator may be
-    collected by any thread, even one that is starting up and holds the lock that joining the pool's threads needs."""
+    """Yields (start, number of line ends) of each block. No pool is alive at a yield, because any thread may collect an
+    abandoned generator, even a starting thread with the lock that joining the pool's threads needs."""
 
     def count(start: int) -> int:
         with open(path, "rb") as file:
@@ -238,7 +239,7 @@ def _streamed_lines(file: _File, split: Split) -> SourcePart:
 # ---------------------------------------------------------------- JSON lists and CSV
 
 
-# (number of a row, the row or a UserError, its size in bytes, about)
+# (number of a row, the row or a UserError, its approximate size in bytes)
 _Row = tuple[int, Any, int]
 
 
@@ -270,7 +271,7 @@ def _group_rows(rows: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[
 
 
 def _begins_with_object(path: str) -> bool:
-    """Whether the first line of a file that is not blank is a JSON object."""
+    """Whether the first non-blank line of a file is a JSON object."""
     with file_errors(path), _opened(path) as file:
         line = next((line for _, line in not_blank(enumerate(iter(partial(file.readline, _FIRST_BYTES), b""), 1))), b"")
     if not line.lstrip().startswith(b"{"):
@@ -278,12 +279,12 @@ def _begins_with_object(path: str) -> bool:
     try:
         return isinstance(json.loads(line), dict)
     except ValueError:
-        return len(line) == _FIRST_BYTES  # the beginning of a longer one
+        return len(line) == _FIRST_BYTES  # the beginning of a longer line
 
 
 _SAVED_AS = {
-    (".xlsx", ".xls", ".ods", ".numbers"): "save the table as .csv, divided by commas",
-    (".md", ".text", ".rst", ".log"): "call it .txt to train on its text (data.text_unit)",
+    (".xlsx", ".xls", ".ods", ".numbers"): "save the table as .csv, separated by commas",
+    (".md", ".text", ".rst", ".log"): "rename it to .txt to train on its text (data.text_unit)",
     (".pdf", ".docx", ".doc", ".odt", ".rtf", ".html", ".htm", ".epub", ".xml"): "write its text to a .txt file",
     (".zip", ".tar", ".tgz", ".7z", ".bz2", ".xz", ".zst", ".lz4"): "unpack it, or pack it as .gz",
     (".arrow", ".feather", ".orc", ".avro", ".pkl", ".pickle", ".npy", ".npz", ".pt", ".db", ".sqlite", ".h5"): (
@@ -293,7 +294,7 @@ _SAVED_AS = {
 
 
 def _refuse_other(path: str) -> None:
-    """Raises UserError for a file with an ending that weft does not know, if its beginning has no line of JSON."""
+    """Raises UserError for a file with an unknown extension, unless its first line is JSON."""
     with file_errors(path), _opened(path) as file:
         lines = [line.strip() for line in file.read(1 << 16).removeprefix(BYTE_ORDER_MARK).splitlines()]
     if not any(lines) or any(line.startswith(b"{") for line in lines):
@@ -301,8 +302,8 @@ def _refuse_other(path: str) -> None:
     ending = Path(path).suffix.lower()
     advice = next((advice for endings, advice in _SAVED_AS.items() if ending in endings), "write it as .jsonl")
     raise UserError(
-        f"{path}: weft reads {', '.join(DATA_SUFFIXES)} (all but .parquet also as .gz), and files with other endings "
-        f"if they hold a JSON object per line; this one holds none: {advice}."
+        f"{path}: weft reads {', '.join(DATA_SUFFIXES)} (all except .parquet also as .gz), and other files with a JSON "
+        f"object per line, which this file lacks: {advice}."
     )
 
 
@@ -317,7 +318,7 @@ def _json_rows(file: _File) -> Iterator[_Row]:
         content = stream.read(_UNPACKED_BYTES + 1 if path.endswith(".gz") else -1)
         if path.endswith(".gz") and len(content) > _UNPACKED_BYTES:
             raise UserError(
-                f"{path}: holds a list of more than {_UNPACKED_BYTES >> 30} GiB. Write one object per line instead, "
+                f"{path}: contains a list of more than {_UNPACKED_BYTES >> 30} GiB. Write one object per line instead, "
                 "as .jsonl.gz, which is read a line at a time."
             )
         text = content.decode("utf-8-sig")
@@ -325,7 +326,9 @@ def _json_rows(file: _File) -> Iterator[_Row]:
         for number, (begin, end, value) in enumerate(_items(text)):
             name = row_name(path, number, by_line=False)
             if not isinstance(value, dict):
-                value = UserError(f"{name}: is no object. The file must be a list of objects, one for each document.")
+                value = UserError(
+                    f"{name}: is not an object. The file must be a list of objects, one for each document."
+                )
             elif end - begin > file.max_bytes:
                 value = too_large(name, file.max_bytes)
             yield number, value, end - begin
@@ -361,8 +364,8 @@ def _items(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
-    """Yields the texts of a file that are not blank, numbered by the line on which each begins. Line ends become \\n;
-    those behind a line or a paragraph are left out."""
+    """Yields the non-blank texts of a file, numbered by the line on which each begins. Line ends become \\n;
+    line ends after a line or a paragraph are removed."""
 
     def row(number: int, text: bytes) -> _Row:
         name = row_name(file.path, number, by_line=True)
@@ -373,7 +376,7 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
         except UnicodeDecodeError as error:
             return number, UserError(f"{name}: is not UTF-8 ({error.reason}). Save the file as UTF-8."), len(text)
         if "\0" in decoded:
-            return number, UserError(f"{name}: holds a NUL byte. Write the file again, as UTF-8."), len(text)
+            return number, UserError(f"{name}: contains a NUL byte. Write the file again, as UTF-8."), len(text)
         return number, {"text": decoded}, len(text)
 
     with file_errors(file.path, file.stamp), _opened(file.path) as stream:
@@ -391,7 +394,7 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
             elif line.strip():
                 first, size = (first, size + len(line)) if lines else (number, len(line))
                 lines.append(line)
-                if size > file.max_bytes:  # at once: a file may have no blank line at all
+                if size > file.max_bytes:  # checked at each line, because a file may have no blank line
                     raise too_large(row_name(file.path, first, by_line=True), file.max_bytes)
             elif lines:
                 yield row(first, b"".join(lines).rstrip(b"\r\n"))
@@ -401,7 +404,7 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
 
 
 def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
-    """Yields the rows, numbered by the line on which each begins. An empty field means absent."""
+    """Yields the rows, numbered by the line on which each begins. An empty field is an absent value."""
     path = file.path
     csv.field_size_limit(min(sys.maxsize, file.max_bytes))
     with file_errors(path, file.stamp), _opened(path) as stream:
@@ -412,7 +415,7 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
         try:
             header = next(reader, [])
             if repeated := [name for name in header if header.count(name) > 1]:
-                raise UserError(f"{path}:1: two columns are called `{repeated[0]}`. Rename one.")
+                raise UserError(f"{path}:1: two columns have the name `{repeated[0]}`. Rename one.")
             begin = reader.line_num + 1
             for row in reader:
                 if row:
@@ -427,18 +430,18 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
 
 
 def _unequal(path: str, line: int, row: Sequence[str], header: Sequence[str], divided: str = "") -> UserError | None:
-    """The error for a row whose number of fields is not that of the header; None if it is. divided: advice for a file
-    whose columns are divided by something else."""
+    """The error for a row whose number of fields differs from the header's; None if it is equal. divided: advice for a
+    file with another separator."""
     if len(row) == len(header):
         return None
-    quotes = ' Put fields that hold separators or line breaks in double quotes, and write " as "" in them.'
-    return UserError(f"{path}:{line}: has {len(row)} fields, and the header has {len(header)}.{divided or quotes}")
+    quotes = ' Put fields with separators or line breaks in double quotes, and write " as "" in them.'
+    return UserError(f"{path}:{line}: has {len(row)} fields, but the header has {len(header)}.{divided or quotes}")
 
 
 def _without_nul(texts: IO[str], file: _File) -> Iterator[str]:
     for number, line in lines_of(texts, file.path, file.max_bytes):
         if "\0" in line:
-            raise UserError(f"{file.path}:{number}: holds a NUL byte. Write the file again, as UTF-8.")
+            raise UserError(f"{file.path}:{number}: contains a NUL byte. Write the file again, as UTF-8.")
         yield line
 
 
@@ -455,7 +458,7 @@ def _parquet(file: _File, split: Split) -> SourcePart:
             try:
                 yield
             except (pyarrow.ArrowException, MemoryError) as error:
-                raise UserError(f"{path}: is not a Parquet file that can be read: {first_line(error)}.") from None
+                raise UserError(f"{path}: is not a readable Parquet file: {first_line(error)}.") from None
 
     with parquet_errors():
         opened = parquet.ParquetFile(path)
@@ -482,9 +485,9 @@ def _parquet(file: _File, split: Split) -> SourcePart:
 
 
 class _Groups:
-    """Reads single rows of a Parquet file by reading their row group; the last group is kept.
+    """Reads single rows of a Parquet file by reading their row group; caches the last group.
 
-    small: whether every group is small enough to be read again for one row; else images in rows are copied.
+    small: whether every group is small enough to read it for a single row; else images in rows are copied.
     """
 
     def __init__(self, opened: Any) -> None:
@@ -496,7 +499,7 @@ class _Groups:
         self._last_group: tuple[int, Any] = (-1, None)
 
     def row(self, position: int) -> Any:
-        """A table of the one row at this position."""
+        """A table with the row at this position."""
         number = bisect_right(self._ends, position)
         with self._lock:  # a ParquetFile is not thread-safe
             if self._last_group[0] != number:
@@ -506,8 +509,8 @@ class _Groups:
 
 
 def _rows_at_once(metadata: Any, file: _File) -> int:
-    """How many rows to read at a time, so that the unpacked rows stay small. Raises UserError if the average row of a
-    group is larger than the allowed one."""
+    """Number of rows to read at a time, so that unpacked rows stay small. Raises UserError if the average row of a
+    group is larger than the limit."""
     largest, first = 1, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -526,18 +529,18 @@ def _saved_dataset(path: str, split: Split, max_bytes: int) -> SourcePart:
     except UserError:
         raise
     except Exception as error:  # of any type: the JSON and Arrow files in the folder may be anything
-        raise UserError(f"{path}: is no dataset that can be read: {first_line(error)}. Write it again.") from error
+        raise UserError(f"{path}: is not a readable dataset: {first_line(error)}. Write it again.") from error
     return _dataset(path, loaded, split, max_bytes)
 
 
 def _hub_dataset(path: str, subset: str | None, split: Split, max_bytes: int) -> SourcePart:
-    """A dataset on the hub, downloaded by the datasets library into its own cache."""
+    """A dataset on the hub, downloaded by the datasets library into its cache."""
     datasets = _datasets(path)
     try:
         loaded = datasets.load_dataset(path, subset, split=split.name or None)
     except Exception as error:  # of any type: from the library, the network or the hub
         raise UserError(
-            f"data.path: {path} is no local file, and datasets could not load it from the hub: {first_line(error)}."
+            f"data.path: {path} is not a local file, and datasets could not load it from the hub: {first_line(error)}."
         ) from error
     return _dataset(path, loaded, split, max_bytes)
 
@@ -546,10 +549,10 @@ def _dataset(name: str, loaded: Any, split: Split, max_bytes: int = MAX_ROW_BYTE
     if isinstance(loaded, Mapping):
         chosen = split.name or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
         if chosen not in loaded:
-            raise UserError(f"data.split: {name} has no split {chosen}; set data.split to {' or '.join(loaded)}.")
+            raise UserError(f"data.split: {name} has no split {chosen}. Set data.split to {' or '.join(loaded)}.")
         name, table = f"{name}:{chosen}", loaded[chosen]
     elif split.name and split.name != str(loaded.split or ""):
-        raise UserError(f"data.split: {name} is one dataset without splits: leave {split.name} out.")
+        raise UserError(f"data.split: {name} is a dataset without splits. Remove {split.name} from data.split.")
     else:
         table = loaded
     table, picked = table.with_format("arrow"), split.rows(len(loaded if table is loaded else table))
@@ -577,7 +580,7 @@ def _dataset(name: str, loaded: Any, split: Split, max_bytes: int = MAX_ROW_BYTE
 
 
 def _datasets(path: str) -> Any:
-    datasets = import_extra("datasets", "data", f"data.path: {path} is no JSONL file and")
+    datasets = import_extra("datasets", "data", f"data.path: {path} is not a JSONL file, and")
     datasets.disable_progress_bars()
     return datasets
 
@@ -603,7 +606,7 @@ def _block_digest(path: str, start: int) -> bytes:
 
 
 def _chosen(read: Callable[[], Iterator[_T]], split: Split) -> Iterator[_T]:
-    """The rows of a split. Unless the split is whole, reads everything once to count the rows first."""
+    """The rows of a split. For a part, first reads all rows once to count them."""
     if split.is_whole:
         return read()
     rows = split.rows(sum(1 for _ in read()))
@@ -642,7 +645,7 @@ class DataSource:
 
 
 def message_rules(data: DataConfig) -> MessageRules:
-    """How the messages of a data section are read."""
+    """Options for reading messages, from a data section."""
     return MessageRules(data.roles, data.message_keys, data.ignore, data.system)
 
 

@@ -25,7 +25,7 @@ from weft.data.records import ALL_KINDS, ROLES, Kind, Record, Role
 Array = NDArray[Any]
 BadRow = tuple[int, str]  # (number of the row, error message, which begins with file:line)
 
-# One value for each token, or for each document.
+# One value per token, or per document.
 _TOKENS = {"ids": np.int32, "trained": np.uint8}
 # K values for each token, or none, by the document's `widths`.
 _LISTS = {"top_ids": np.int32, "top_logprobs": np.float32}
@@ -34,7 +34,7 @@ _DOCUMENTS = {
     "patches": np.int64, "pairs": np.int64, "reaches": np.int32, "images": np.int32, "videos": np.int32,
     "roles": np.uint8, "margins": np.float32, "commons": np.int32, "teachers": np.uint16, "widths": np.int32,
 }  # fmt: skip
-# The packed places of the images of all documents, concatenated, and the size of each in bytes.
+# The packed locations of the images of all documents, concatenated, and the size of each in bytes.
 _PLACES = {"places": np.uint8}
 _IMAGES = {"sizes": np.int64}
 _ALL = _TOKENS | _LISTS | _DOCUMENTS | _PLACES | _IMAGES
@@ -45,13 +45,13 @@ _META = "table.json"
 class Chunk:
     """Some tokenised documents.
 
-    ids, trained: one value a token. One value a document: lengths, its tokens; losses, its trained tokens without the
-    first, which nothing predicts; numbers, its line or row; formats, indices into ALL_KINDS; patches, pairs, reaches,
-    as in Encoded; images, the number of its images and videos; videos, the number of its videos; roles, indices into
-    ROLES; margins and teachers, as in Record; commons, the tokens that an answer has in common with the other of its
-    pair, at least up to the end of its images, or 0; widths, K of its lists, 0 without lists. top_ids, top_logprobs: K
-    values a token, as in TopLists. places: the packed Places of all images and videos, concatenated. sizes: bytes of
-    each packed MediaLocation. bad: the rows that were left out.
+    ids, trained: a value per token. The following have a value per document: lengths, its tokens; losses, its trained
+    tokens except the first token, which is never predicted; numbers, its line or row; formats, indices into ALL_KINDS;
+    patches, pairs, reaches, as in Encoded; images, the number of its images and videos; videos, the number of its
+    videos; roles, indices into ROLES; margins and teachers, as in Record; commons, the number of tokens that both
+    answers of its pair begin with, at least up to the end of its images, or 0; widths, K of its lists, 0 without lists.
+    top_ids, top_logprobs: K values per token, as in TopLists. places: the packed MediaLocations of all images and
+    videos, concatenated. sizes: bytes of each packed MediaLocation. bad: the omitted rows.
     """
 
     ids: Array
@@ -84,7 +84,7 @@ class Chunk:
         encoded: Sequence[Encoded],
         bad: Sequence[BadRow] = (),
     ) -> Chunk:
-        """The chunk of these records. numbers: their lines or rows. encoded: what an Encoder made of them."""
+        """The chunk of these records. numbers: their lines or rows. encoded: their encodings by an Encoder."""
         total = sum(len(item.ids) for item in encoded)
         packed = [location.packed() for item in encoded for location in item.places]
         listed = [item.lists for item in encoded if item.lists is not None]
@@ -125,7 +125,7 @@ def _commons(records: Sequence[Record], encoded: Sequence[Encoded]) -> Array:
 
 
 def common_beginning(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two documents begin with alike."""
+    """Length of the common prefix of two token sequences."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
@@ -137,7 +137,7 @@ class Digest:
 
     def __init__(self) -> None:
         self._parts = [hashlib.blake2b(digest_size=16) for _ in range(3)]
-        # None until a document has images, a role, or a teacher, so that the digest of texts has no part for them
+        # None until a document has images, a role, or a teacher, so that digests of texts do not include them
         self._images: Any = None
         self._answers: Any = None
         self._taught: Any = None
@@ -149,7 +149,7 @@ class Digest:
             part.update(np.ascontiguousarray(values, dtype).data)
 
     def update_images(self, images: Array, places: Array, sizes: Array) -> None:
-        """images: how many each document has. places, sizes: as in Chunk."""
+        """images: number of images of each document. places, sizes: as in Chunk."""
         if not len(sizes):
             return
         self._images = self._images or hashlib.blake2b(digest_size=16)
@@ -159,13 +159,13 @@ class Digest:
         self._images.update(np.ascontiguousarray(images[images > 0], np.int32).data)
 
     def update_answers(self, roles: Array, margins: Array) -> None:
-        """Of documents that are answers of preferences."""
+        """Adds documents that are answers of preferences."""
         if roles.any():
             self._answers = self._answers or hashlib.blake2b(digest_size=16)
             self._answers.update(np.rec.fromarrays([roles, margins.astype("<f4")]).tobytes())
 
     def update_taught(self, teachers: Array, widths: Array, top_ids: Array, top_logprobs: Array) -> None:
-        """Of documents with a teacher of several, or with lists."""
+        """Adds documents with lists, or with one of several teachers."""
         if teachers.any() or len(top_ids):
             self._taught = self._taught or [hashlib.blake2b(digest_size=16) for _ in range(3)]
             self._taught[0].update(np.rec.fromarrays([teachers, widths]).tobytes())
@@ -179,8 +179,8 @@ class Digest:
 
 
 class TokenTable:
-    """The documents of one Part. origin, by_line: as in Part. digest: see Digest. largest: the largest token id. bad:
-    the rows that were left out. inputs: (name of a document, places of its images) -> (the model's inputs, patches);
+    """The documents of a SourcePart. origin, by_line: as in SourcePart. digest: see Digest. largest: the largest token
+    id. bad: the omitted rows. inputs: (name of a document, locations of its images) -> (the model's inputs, patches);
     set by weft.data.tokenise."""
 
     def __init__(
@@ -226,7 +226,7 @@ class TokenTable:
 
     @cached_property
     def _list_ends(self) -> Array:
-        """[documents] entries of top_ids up to the end of each."""
+        """[documents] number of entries of top_ids up to the end of each document."""
         return np.cumsum(self.lengths.astype(np.int64) * self.widths)
 
     def lists(self, index: int, length: int) -> tuple[Array, Array]:
@@ -238,11 +238,11 @@ class TokenTable:
 
     @cached_property
     def _image_ends(self) -> tuple[Array, Array]:
-        """(cumulative images by document, cumulative bytes of packed places by image)."""
+        """(cumulative images by document, cumulative bytes of packed locations by image)."""
         return np.cumsum(self.images, dtype=np.int64), np.cumsum(self._sizes, dtype=np.int64)
 
     def places(self, index: int) -> list[MediaLocation]:
-        """The places of a document's images and videos, in order."""
+        """The locations of a document's images and videos, in order."""
         if not self.images[index]:
             return []
         documents, images = self._image_ends
@@ -252,7 +252,7 @@ class TokenTable:
         return [MediaLocation.unpack(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
 
     def image_files(self) -> Iterator[MediaLocation]:
-        """Yields the places of all images and videos that are files."""
+        """Yields the locations of all images and videos that are files."""
         for end, size in zip(np.cumsum(self._sizes).tolist(), self._sizes.tolist(), strict=True):
             if self._places[end - size] in FILES:
                 yield MediaLocation.unpack(self._places[end - size : end].tobytes())
@@ -264,7 +264,7 @@ class TokenTable:
         return self.images[index : index + 1], np.frombuffer(b"".join(packed), np.uint8), sizes
 
     def losses_of(self, index: int, length: int) -> int:
-        """Trained tokens of a document truncated to `length`, without the first."""
+        """Number of trained tokens of a document truncated to `length`, except the first token."""
         return int(np.count_nonzero(self.tokens(index, length)[1][1:]))
 
     def first_with(self, smallest: int) -> int:
@@ -319,8 +319,8 @@ class DamagedTableError(Exception):
 
 
 def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
-    """The table that `write` wrote; tokens are memory-mapped. Raises DamagedTableError if files are incomplete or have
-    changed."""
+    """The table in a folder of `write`, with tokens memory-mapped. Raises DamagedTableError if files are incomplete or
+    have changed."""
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         small_arrays = _DOCUMENTS | _IMAGES
@@ -329,7 +329,7 @@ def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
     except (FileNotFoundError, ValueError) as error:
         raise DamagedTableError(str(error)) from error
     if any(len(arrays[name]) != meta["documents"] for name in _DOCUMENTS):
-        raise DamagedTableError(f"{folder} is not what was written")
+        raise DamagedTableError(f"{folder} was changed after it was written")
     digest, tokens = Digest(), int(arrays["lengths"].sum(dtype=np.int64))
     digest.update(arrays["ids"], arrays["trained"], arrays["lengths"])
     digest.update_images(arrays["images"], arrays["places"], arrays["sizes"])
@@ -344,7 +344,7 @@ def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
         int(arrays["sizes"].sum()) - len(arrays["places"]),
     ]
     if any(counts) or digest.hexdigest() != meta["digest"] or places_digest != meta["places"]:
-        raise DamagedTableError(f"{folder} is not what was written")
+        raise DamagedTableError(f"{folder} was changed after it was written")
     bad = [(number, text) for number, text in meta["bad"]]
     return TokenTable(origin, by_line, arrays, meta["digest"], meta["largest"], bad)
 

@@ -1,10 +1,10 @@
-"""Rows that say what a teacher predicts, or which teacher they have: data of `weft distill`.
+"""Parses rows of `weft distill` that contain a teacher's predictions or the name of their teacher.
 
-{..., "teacher_top_ids": [[ids], ...], "teacher_top_logprobs": [[log-probabilities], ...]}    beside any document
-{..., "subject": "math"}    the column of distill.teacher_column, a name of distill.teachers
+{..., "teacher_top_ids": [[ids], ...], "teacher_top_logprobs": [[log-probabilities], ...]}    in any document {...,
+"subject": "math"}    the column of distill.teacher_column, a name of distill.teachers
 
-The lists have an entry for each token of the document, or for each trained token: the teacher's likeliest choices in
-that token's place, before it is known. Entries of tokens that are not trained may be empty or null.
+The lists have an entry for each token of the document, or for each trained token: the likeliest tokens in the teacher's
+prediction of that token. Entries of untrained tokens may be empty or null.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from weft.errors import BadRowError, UserError
 if TYPE_CHECKING:
     from weft.data.encode import Encoded
 
-_MASS = 1e-3  # by how much probabilities that were rounded, as by bf16, may add up to more than 1
+_MASS = 1e-3  # tolerance for a sum of rounded (bf16) probabilities above 1
 _LARGEST = 2**31 - 1
 
 
 def parse_taught(location: str, row: Mapping[str, Any], reading: ParseOptions, folder: str = "") -> Record:
-    """The document of a row, with its teacher and its lists. Arguments as of parse_row. Raises UserError."""
+    """The document of a row, with its teacher and its lists. Arguments: as in parse_row. Raises UserError."""
     names = [IDS, LOGPROBS, *([reading.teacher_column] if reading.teachers else [])]
     columns = {name: path for name, path in reading.columns.items() if name in names}
     lists = {name: columns.pop(name) for name in (IDS, LOGPROBS) if name in columns}
@@ -40,8 +40,8 @@ def parse_taught(location: str, row: Mapping[str, Any], reading: ParseOptions, f
         teacher = _teacher(location, add_named_columns(location, row, columns), reading)
         is_listed = reading.teachers[teacher] in reading.listed
     document = {name: value for name, value in row.items() if name not in names}
-    rest = {name: path for name, path in reading.columns.items() if name not in names}
-    record = parse_row(location, document, replace(reading, columns=rest), folder)
+    columns = {name: path for name, path in reading.columns.items() if name not in names}
+    record = parse_row(location, document, replace(reading, columns=columns), folder)
     return replace(
         record, teacher=teacher, lists=_lists(location, add_named_columns(location, row, lists)) if is_listed else None
     )
@@ -52,11 +52,12 @@ def _teacher(location: str, row: Mapping[str, Any], reading: ParseOptions) -> in
     known = ", ".join(reading.teachers)
     if value is None:
         raise UserError(
-            f"{location}: has no `{name}`, by which distill.teacher_column gives a row its teacher: one of {known}."
+            f"{location}: has no `{name}`, the column of distill.teacher_column. It must name a row's teacher: one of "
+            f"{known}."
         )
     if value not in reading.teachers:
         raise UserError(
-            f"{location}: `{name}` is {value!r:.60}, which is no name of distill.teachers: there are {known}."
+            f"{location}: `{name}` is {value!r:.60}, which is not a name in distill.teachers. Names: {known}."
         )
     return reading.teachers.index(value)
 
@@ -65,22 +66,22 @@ def _lists(location: str, row: Mapping[str, Any]) -> TopLists:
     for name in (IDS, LOGPROBS):
         if row.get(name) is None:
             raise UserError(
-                f"{location}: has no `{name}`, and its teacher is `data`. Say in data.columns which column it is, as "
-                f"in {override('data.columns', {name: name.removeprefix('teacher_')})}."
+                f"{location}: has no `{name}`, but its teacher is `data`. Name the column in data.columns, as in "
+                f"{override('data.columns', {name: name.removeprefix('teacher_')})}."
             )
         if not isinstance(row[name], Sequence) or isinstance(row[name], str):
             raise UserError(f"{location}: `{name}` must be a list of lists, not {describe_type(row[name])}.")
     ids, logprobs = ([entry if entry is not None else [] for entry in row[name]] for name in (IDS, LOGPROBS))
     for index, pair in enumerate(zip(ids, logprobs, strict=False)):
         if not all(isinstance(entry, list) for entry in pair):
-            raise UserError(f"{location}: entry {index} of `{IDS}` or `{LOGPROBS}` is no list.")
+            raise UserError(f"{location}: entry {index} of `{IDS}` or `{LOGPROBS}` is not a list.")
         if len(pair[0]) != len(pair[1]):
             raise UserError(
-                f"{location}: entry {index} has {len(pair[0])} ids and {len(pair[1])} log-probabilities: each id needs "
+                f"{location}: entry {index} has {len(pair[0])} ids and {len(pair[1])} log-probabilities. Each id needs "
                 "one."
             )
     if len(ids) != len(logprobs):
-        raise UserError(f"{location}: `{IDS}` has {len(ids)} entries, and `{LOGPROBS}` {len(logprobs)}.")
+        raise UserError(f"{location}: `{IDS}` has {len(ids)} entries, but `{LOGPROBS}` has {len(logprobs)}.")
     width = max(map(len, ids), default=0)
     try:
         ids_TK = np.array([[*entry, *[-1] * (width - len(entry))] for entry in ids]).reshape(len(ids), width)
@@ -93,13 +94,15 @@ def _lists(location: str, row: Mapping[str, Any]) -> TopLists:
     if ids_TK.size and not np.issubdtype(ids_TK.dtype, np.integer):
         raise UserError(f"{location}: `{IDS}` must hold lists of integers, from 0.")
     is_used = np.arange(width) < np.array([len(entry) for entry in ids])[:, None]
-    _refuse_entry(location, (ids_TK < 0) & is_used | (ids_TK > _LARGEST), "has an id that is no token's")
+    _refuse_entry(location, (ids_TK < 0) & is_used | (ids_TK > _LARGEST), "has an id that is not a token")
     ordered = np.sort(np.where(is_used, ids_TK, -1 - np.arange(width)), 1)
     _refuse_entry(location, ordered[:, 1:] == ordered[:, :-1], "has an id twice")
     wrong = ~np.isfinite(logprobs_TK) & is_used | (logprobs_TK > _MASS)
     _refuse_entry(location, wrong, "has a log-probability that is not a finite number up to 0")
     mass = np.exp(logprobs_TK).sum(1, keepdims=True)
-    _refuse_entry(location, mass > 1 + _MASS, "has probabilities whose sum is above 1: are these logits?")
+    _refuse_entry(
+        location, mass > 1 + _MASS, "has probabilities with a sum above 1. Write log-probabilities, not logits"
+    )
     return TopLists(ids_TK.astype(np.int32), np.minimum(logprobs_TK, 0.0).astype(np.float32))
 
 
@@ -110,8 +113,8 @@ def _refuse_entry(location: str, wrong_TK: Any, what: str) -> None:
 
 
 def with_lists(records: Sequence[Record], encoded: Sequence[Encoded]) -> list[Encoded]:
-    """The documents with the lists of their rows, an entry for each token. Raises BadRowError if the entries are
-    neither those of all tokens nor those of the trained ones, or if a trained token has none."""
+    """The documents with the lists of their rows, an entry for each token. Raises BadRowError if the number of entries
+    is neither that of all tokens nor that of trained tokens, or if a trained token has no entry."""
     return [
         document if record.lists is None else replace(document, lists=_placed(record.location, record.lists, document))
         for record, document in zip(records, encoded, strict=True)
@@ -120,17 +123,18 @@ def with_lists(records: Sequence[Record], encoded: Sequence[Encoded]) -> list[En
 
 def _placed(location: str, lists: TopLists, document: Encoded) -> TopLists:
     is_trained = np.array(document.trained, bool)
-    is_trained[:1] = False  # nothing predicts the first token
+    is_trained[:1] = False  # the first token is never predicted
     tokens, trained, width = len(is_trained), int(is_trained.sum()), lists.ids.shape[1]
     if len(lists.ids) not in (tokens, trained):
         raise BadRowError(
             f"{location}: `{IDS}` has {len(lists.ids)} entries, but the document has {tokens} tokens, of which "
-            f"{trained} are trained: give an entry for each of either. Rows of `input_ids` are not tokenised again."
+            f"{trained} are trained. Write an entry for each token or each trained token. If the teacher has other "
+            "tokens, use rows of `input_ids`, which weft does not tokenise again."
         )
     if len(lists.ids) < tokens:
         ids, logprobs = np.full((tokens, width), -1, np.int32), np.full((tokens, width), -np.inf, np.float32)
         ids[is_trained], logprobs[is_trained] = lists.ids, lists.logprobs
         lists = TopLists(ids, logprobs)
     if (missing := np.flatnonzero(is_trained & ~(lists.ids >= 0).any(1))).size:
-        raise BadRowError(f"{location}: token {missing[0]} is trained, and its entry of `{IDS}` is empty.")
+        raise BadRowError(f"{location}: token {missing[0]} is trained, but its entry of `{IDS}` is empty.")
     return lists

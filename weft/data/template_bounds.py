@@ -1,8 +1,8 @@
 """Limits on the time and memory of a chat template while it renders. Templates come with models and are not trusted.
 
-jinja's sandbox protects Python's internals, but does not prevent gigabytes of text or endless loops. Here the result of
-every operation that can make text or lists larger than its inputs is estimated before it runs, and loops and calls
-check the clock. Compiling a template evaluates nothing.
+jinja's sandbox protects Python's internals, but does not prevent gigabytes of text or endless loops. weft estimates the
+result of every operation that can enlarge text or lists before the operation runs, and checks the clock in loops and
+calls. Compiling a template evaluates nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jinja2.visitor import NodeTransformer
 
 SECONDS = 2.0  # CPU time of the thread for one rendering
 _CHARACTERS = 128 << 20  # characters made during one rendering, in total
-_FREE, _TIMES = 1 << 20, 16  # the result may have _FREE characters plus _TIMES the characters of its inputs
+_FREE, _TIMES = 1 << 20, 16  # a rendering may have _FREE characters plus _TIMES the characters of its inputs
 _VALUES = 1_000_000  # values in a list or mapping, nested ones included
 _NUMBER = 1_000_000  # largest width, count or repetition
 _BITS = 100_000  # largest integer, in bits
-_ITEM = 8  # what an item of a list counts, in characters, besides its own text
+_ITEM = 8  # characters counted for an item of a list, in addition to its text
 _WIDE = re.compile(r"\d{7}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")  # large widths in formats, or widths from arguments
 _TICKS, _LONG = 200, 1 << 16  # the clock is read after so many ticks, or after a text of more characters
 _LARGE_INPUT = 1 << 20  # for filters whose time may grow faster than their input
@@ -50,7 +50,8 @@ class RenderLimits(threading.local):
         self._end, self._characters_left, self._until = None, _CHARACTERS, _TICKS
 
     def tick(self) -> None:
-        """Called at every loop iteration and every call. Reads the clock only sometimes, because that may be slow."""
+        """Called at every loop iteration and every call. Reads the clock only sometimes, because reading may be
+        slow."""
         self._until -= 1
         if self._until > 0:
             return
@@ -69,7 +70,8 @@ class RenderLimits(threading.local):
             raise RenderLimitError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
 
     def check(self, text: str, *inputs: Any) -> None:
-        """Called with the whole rendering and its inputs. Tokenising a text takes a hundred times its memory."""
+        """Called with the complete rendering and its inputs, because tokenising a text needs a hundred times its
+        memory."""
         if len(text) <= _FREE:
             return
         weight = self.source + sum(map(self.weigh, inputs))
@@ -134,7 +136,7 @@ class RenderLimits(threading.local):
         elif isinstance(a, int) and isinstance(b, int):
             bits = a.bit_length() * abs(b) if operator == "**" else a.bit_length() + b.bit_length()
             if bits > _BITS:
-                raise RenderLimitError("it computes with numbers of more digits than any has")
+                raise RenderLimitError("it computes with very large numbers")
         return table[operator](a, b)
 
     def before_call(self, called: Any, arguments: Sequence[Any]) -> None:
@@ -158,14 +160,14 @@ class RenderLimits(threading.local):
             "default",
             "d",
         ):
-            raise RenderLimitError(f"it asks the filter {name} for more than {_NUMBER:,}")
+            raise RenderLimitError(f"it calls the filter {name} with a number above {_NUMBER:,}")
         size = self.weigh(value)
         self.charge(size)
         texts = [argument for argument in arguments if isinstance(argument, str)]
         if name in _SLOW_FILTERS and (size > _LARGE_INPUT or any(len(text) > 100 for text in texts)):
             raise RenderLimitError(f"it filters {size:,} characters with {name}")
         if name == "sum" and any(isinstance(argument, list | tuple | str) for argument in arguments):
-            raise RenderLimitError("it sums lists, which takes the square of their number")
+            raise RenderLimitError("it sums lists, which takes quadratic time")
         if isinstance(value, str):
             self._check_growth(name, value, arguments)
         elif name == "join" and isinstance(value, Sequence):
@@ -215,7 +217,7 @@ class RenderLimits(threading.local):
 
     def _check_format(self, text: str, arguments: int) -> None:
         if _WIDE.search(text):
-            raise RenderLimitError("it formats with a width that no text has")
+            raise RenderLimitError("it formats with a very large width")
         widths = sum(int(digits) for digits in re.findall(r"\d+", text))
         self.charge(len(text) + widths + arguments * (1 + text.count("%") + text.count("{")))
 

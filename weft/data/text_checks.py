@@ -1,8 +1,8 @@
-"""Checks that everything that a conversation has is in its rendering, and where it belongs: answers inside trained
-spans, other texts outside.
+"""Checks that a rendering contains every part of its conversation, in the right place: answers inside trained spans,
+other texts outside.
 
-Templates silently drop what they do not support: a list instead of a string, reasoning, a role, the text beside a call,
-all calls but the first.
+Templates silently drop what they do not support: a list instead of a string, reasoning, a role, the text next to a
+call, all calls but the first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from weft.data.messages import ContentParts
 
 @dataclass(frozen=True, slots=True)
 class TextChecks:
-    """The checks of one conversation and its rendering. spans: index of an answer -> its trained spans; without any,
-    only whether everything is rendered is checked. ask: whether the generation prompt was rendered, too."""
+    """The checks of a conversation and its rendering. spans: index of an answer -> its trained spans; without spans,
+    only completeness is checked. ask: whether the rendering includes the generation prompt."""
 
     template: ChatTemplate
     chat: ChatInput
@@ -40,9 +40,9 @@ class TextChecks:
     ask: bool = False
 
     def run(self) -> None:
-        """Searches the texts in the rendering; the conversation is rendered again only for texts that are not found,
-        and once if it has calls. Raises UnrenderedTextError if something is missing, and AmbiguousAnswerError if it is
-        in the wrong place."""
+        """Searches the texts in the rendering. Renders the conversation again only for texts that are not found, and
+        once if it has calls. Raises UnrenderedTextError for a missing text, and AmbiguousAnswerError for a text in the
+        wrong place."""
         for index, message in enumerate(self.chat.messages):
             content, role = message["content"], message["role"]
             if isinstance(content, str) and content.strip():
@@ -59,7 +59,7 @@ class TextChecks:
     def _is_shown(self, index: int, text: str) -> bool:
         """Whether a text is in the region of its message, or elsewhere in the rendering and in no other message."""
         text = text.strip()
-        if "tool_calls" in self.chat.messages[index]:  # it may be that of an argument
+        if "tool_calls" in self.chat.messages[index]:  # the match may be the text of an argument
             return False
         if text in self.rendering.region_text(index):
             return True
@@ -72,7 +72,7 @@ class TextChecks:
 
     def _answer(self, index: int, content: str) -> None:
         text = " ".join(self.rendering.text[start:end] for start, end in self.spans[index])
-        if "tool_calls" not in self.chat.messages[index]:  # else the text may be that of an argument
+        if "tool_calls" not in self.chat.messages[index]:  # otherwise the match may be the text of an argument
             if content.strip() in text:
                 return
             if (visible := content.rpartition("</think>")[2].strip()) and visible in text:
@@ -93,7 +93,7 @@ class TextChecks:
         return f"the template does not render the text of message {index + 1}{suffix}"
 
     def _other_text(self, index: int) -> None:
-        """Checks a text that is not an answer: it may be in the region of another message, but not in a trained one."""
+        """Checks a text that is not an answer: it may be in another message's region, but not in a trained region."""
         message = self.chat.messages[index]
         content = _visible_marked(message["content"]) if message["role"] == "assistant" else SENTINEL
         marked_rendering = self._marked(index, content)
@@ -112,7 +112,7 @@ class TextChecks:
         return any(SENTINEL in marked_rendering.text[start:end] for start, end in self._trained_marks(marked_rendering))
 
     def _trained_marks(self, marked_rendering: Rendering) -> Iterator[Span]:
-        """The spans between markers of another rendering of the conversation that are trained."""
+        """The trained spans between markers of another rendering of the conversation."""
         trained = {span for spans in self.spans.values() for span in spans}
         same_count = len(marked_rendering.marked) == len(self.rendering.marked)
         yield from (
@@ -122,19 +122,17 @@ class TextChecks:
         )
 
     def _thoughts(self, index: int, thought: Any) -> None:
-        """Raises UnrenderedTextError if what an answer thinks is missing. Templates may leave it out of earlier turns,
-        as at inference, if they have it in the last one."""
+        """Raises UnrenderedTextError if an answer's thoughts are missing. Templates may omit them in earlier turns, as
+        at inference, if they render them in the last turn."""
         last = index == len(self.chat.messages) - 1
         if not isinstance(thought, str) or thought.strip() in self.rendering.text or (last and index not in self.spans):
             return
         if last or not self.template.has_thoughts(self.kwargs):
-            raise UnrenderedTextError(
-                f"the template leaves out what message {index + 1} thinks before it answers", self.rendering
-            )
+            raise UnrenderedTextError(f"the template omits the thoughts of message {index + 1}", self.rendering)
 
     def _calls_and_tools(self) -> None:
-        """Checks all calls and tools by one more rendering, in which each of their arguments, names and descriptions is
-        replaced by a mark of its own."""
+        """Checks all calls and tools in one further rendering, with each argument, name and description replaced by a
+        different mark."""
         calls = [
             (index, number, call["function"])
             for index, message in enumerate(self.chat.messages)
@@ -149,8 +147,8 @@ class TextChecks:
             original = function["arguments"]
             if isinstance(original, Mapping) and original and str(dict(original)) in self.rendering.region_text(index):
                 raise PythonArgumentsError(
-                    f"the template writes the arguments of call {number + 1} of message {index + 1} as Python writes "
-                    "them, not as JSON",
+                    f"the template writes the arguments of call {number + 1} of message {index + 1} in Python's "
+                    "syntax, not as JSON",
                     self.rendering,
                 )
             marked = dict(zip(_arguments(original) or ("",), marks, strict=False))
@@ -177,8 +175,8 @@ class TextChecks:
                 )
 
     def _argument(self, marked_rendering: Rendering | None, mark: str, index: int, number: int, name: str) -> None:
-        """Checks an argument of a call; name: "" is a call without any. marked_rendering: the rendering with the mark;
-        None if the template refused it: then the argument's own text is searched."""
+        """Checks an argument of a call. name: "" for a call without arguments. marked_rendering: the rendering with the
+        mark; None if the template refused it, and then the argument's text is searched."""
         if marked_rendering is not None and _has(marked_rendering.text, mark):
             if not self._is_trained(marked_rendering, index, mark):
                 raise AmbiguousAnswerError(
@@ -201,7 +199,7 @@ class TextChecks:
             )
 
     def _is_trained(self, marked_rendering: Rendering, index: int, mark: str) -> bool:
-        """Whether a mark in an answer is trained, if the answer is."""
+        """Whether a mark in an answer is trained; also true if the answer is not trained."""
         if index not in self.spans:
             return True
         if self.template.has_markers:
@@ -211,8 +209,8 @@ class TextChecks:
         return not self._has_regions() or _has(marked_rendering.region_text(index), mark)
 
     def _has_alone(self, index: int, number: int, name: str) -> bool:
-        """Whether a call's argument is rendered if it alone is replaced; if the template refuses that, whether its own
-        text is there."""
+        """Whether a call's argument is rendered when only this argument is replaced by its mark; if the template
+        refuses that, whether the argument's text is in the rendering."""
         marked_rendering = self._render(_with_arguments(self.chat, index, number, {name: SENTINEL}))
         if marked_rendering is not None:
             return _has(marked_rendering.text, SENTINEL)
@@ -228,7 +226,8 @@ class TextChecks:
         return self._render(self.chat.replaced(index, content=content))
 
     def _render(self, chat: ChatInput) -> Rendering | None:
-        """The rendering of a changed conversation; None if the template refuses it: it looks into what was changed."""
+        """The rendering of a changed conversation; None if the template refuses it, because it parses the changed
+        part."""
         try:
             return self.template.render(chat.messages, self.kwargs, tools=chat.tools, ask=self.ask)
         except RenderError:
@@ -236,14 +235,15 @@ class TextChecks:
 
 
 def _texts(content: str, role: str) -> list[str]:
-    """The texts of a content; images may separate them in the rendering. Of an answer, what follows its thoughts."""
+    """The texts of a content, which images may separate in the rendering. For an answer, the text after its
+    thoughts."""
     if role == "assistant":
         return [content.rpartition("</think>")[2].strip() or content]
     return content.texts if isinstance(content, ContentParts) else [content]
 
 
 def _visible_marked(content: str) -> str:
-    """The content with the sentinel in place of what follows its thoughts."""
+    """The content with the text after its thoughts replaced by the sentinel."""
     thoughts, closing, visible = content.rpartition("</think>")
     return f"{thoughts}{closing}{SENTINEL}" if visible.strip() else SENTINEL
 
@@ -255,7 +255,7 @@ def _arguments(arguments: Any) -> tuple[str, ...]:
 
 
 def _with_arguments(chat: ChatInput, index: int, number: int, marked: Mapping[str, str]) -> ChatInput:
-    """The conversation with these arguments of a call in place of its own of these names, as text if they were text."""
+    """The conversation with these arguments of a call replaced; the arguments stay text if they were text."""
     calls = list(chat.messages[index]["tool_calls"])
     function = calls[number]["function"]
     original = function["arguments"]
@@ -267,8 +267,8 @@ def _with_arguments(chat: ChatInput, index: int, number: int, marked: Mapping[st
 
 
 def _marked_tool(number: int, tool: Any, marks: Iterator[str], texts: dict[str, tuple[int, str]]) -> Any:
-    """The tool with marks in place of its name, its description and the names of its parameters. texts: gets, for each
-    mark, the number of the tool and the text."""
+    """The tool with its name, description and parameter names replaced by marks. Adds mark -> (number of the tool,
+    text) to `texts`."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
@@ -288,12 +288,12 @@ def _marked_tool(number: int, tool: Any, marks: Iterator[str], texts: dict[str, 
 
 
 def _has(text: str, mark: str) -> bool:
-    """Whether a mark is in a text, as it is or escaped by JSON."""
+    """Whether a mark is in a text, unchanged or JSON-escaped."""
     return mark in text or json.dumps(mark)[1:-1] in text
 
 
 def _forms(value: Any) -> tuple[str, ...]:
-    """How a template may write a value: a text as it is or escaped, others as JSON."""
+    """The forms in which a template may write a value: text unchanged or JSON-escaped, other values as JSON."""
     if isinstance(value, str):
         return value.strip(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]
     return json.dumps(value, ensure_ascii=False), json.dumps(value), str(value)

@@ -1,5 +1,5 @@
-"""Sources -> tables of tokens: in this process or in worker processes (workers.py), with a cache on disk that all ranks
-of a machine and later runs share."""
+"""Tokenises sources to tables of tokens, in this process or in worker processes (workers.py). All ranks of a machine
+and later runs share a cache on disk."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 # Smaller data are not cached: every rank tokenises them in less than a second.
 KEPT_BYTES = 1 << 20
-# Smaller data get no workers: they take seconds to start, and the tokenizer has threads of its own.
+# Smaller data get no workers: they take seconds to start, and the tokenizer has its own threads.
 CREW_BYTES = 64 << 20
-# While the tokenizers library processes a block, in its own threads and without the GIL, another is read and rendered.
+# While the tokenizers library processes a block in its threads, without the GIL, the next block is read and rendered.
 _THREADS = 2
 # A block that takes longer is an error: seconds for a text of any size, and bytes per second.
 _PATIENCE, _SLOWEST = 60.0, 10_000
-_ENDING_SECONDS = 5.0  # how long to wait for unneeded blocks after an error
-_LOCK_SECONDS = 0.2  # between two attempts to take a lock
+_ENDING_SECONDS = 5.0  # seconds to wait for unneeded blocks after an error
+_LOCK_SECONDS = 0.2  # seconds between two attempts to take a lock
 _STAT_THREADS = 16
 
 R = TypeVar("R")
@@ -60,8 +60,8 @@ Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 @dataclass(frozen=True)
 class TokeniseTask:
-    """What a worker needs to tokenise blocks. encoding, images: as in Encoder. parsing: how rows are parsed. drop:
-    whether bad rows are skipped and recorded, instead of the first one being an error."""
+    """The options and inputs with which a worker tokenises blocks. encoding, images: as in Encoder. parsing: options
+    for parsing rows. drop: whether to skip and record bad rows; else the first bad row is an error."""
 
     tokenizer: PreTrainedTokenizerBase
     encoding: Encoding | None = None
@@ -74,7 +74,7 @@ class TokeniseTask:
 
     def inputs(self, part: SourcePart, location: str, places: Sequence[MediaLocation]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for the images of a document of this part, the number of their patches). location: the
-        name of the document. places: of its images. Rows that contain images are read again."""
+        name of the document. places: the locations of its images. Rows that contain images are read again."""
         assert self.images is not None
         rows: dict[int, tuple[Image | Video, ...]] = {}
         for position in {media.position for media in places if media.in_row}:
@@ -104,7 +104,7 @@ class TokeniseTask:
             if not self.drop:
                 raise with_skip_advice(error) from error
             encoded, good = [], []
-            for number, rows in groupby(numbered, key=itemgetter(0)):  # row by row, to find the bad ones
+            for number, rows in groupby(numbered, key=itemgetter(0)):  # row by row, to find the bad rows
                 records = [record for _, record in rows]
                 try:
                     encoded += encode_all(records)
@@ -118,13 +118,13 @@ class TokeniseTask:
         )
 
     def seconds_for(self, block: Block) -> float | None:
-        """How long the texts of a block may take: ten times what a slow tokenizer takes on a busy machine. None for
-        images, which come from disks and networks with limits of their own."""
+        """The time limit for the texts of a block: ten times the time of a slow tokenizer on a busy machine. None for
+        images, because disks and networks have separate limits."""
         return None if self.images is not None else _PATIENCE + block.size / _SLOWEST
 
     def too_slow(self, block: Block) -> UserError:
-        """The error for a block that takes too long. It names the row, which is found by trying each row alone."""
-        # The thread that does not end holds this encoder's lock, and has borrowed its tokenizer.
+        """The error for a block that takes too long. It names the row, found by tokenising each row alone."""
+        # The stuck thread holds this encoder's lock and uses its tokenizer.
         encoder = copy.deepcopy(self).make_encoder()
         location, seconds = "", 0.0
         for _, record in block.records(self.parsing, lambda number, error: None):
@@ -135,14 +135,15 @@ class TokeniseTask:
                 break
         return UserError(
             f"{location}: the tokenizer has not finished this text within {seconds:.0f} s. Its rules (tokenizer.json: "
-            "normalizer, pre_tokenizer) take too long for it. Shorten the row, or copy tokenizer.json from the model "
-            "you started from."
+            "normalizer, pre_tokenizer) are too slow for this text. Shorten the row, or copy tokenizer.json from the "
+            "original model."
         )
 
 
 @dataclass(frozen=True)
 class TokeniseOptions:
-    """How to tokenise. workers, cache: as data.workers and data.cache. show: called with (bytes done, total bytes)."""
+    """Options of `tokenise`. workers, cache: as data.workers and data.cache. show: called with (bytes done, total
+    bytes)."""
 
     workers: int | None = 1
     cache: str | None = None
@@ -193,14 +194,15 @@ def _tokenise_part(
 
 
 def _default_workers(has_all_cores: bool) -> int:
-    """The default number of workers of this rank: its share of the cores, or all if no other rank tokenises this part
-    (`has_all_cores`). 1 if that is two cores or fewer: a single process with its threads fills two."""
+    """The default number of workers of this rank: its share of the cores, or all cores if no other rank tokenises this
+    part (`has_all_cores`). 1 for two cores or fewer, because the threads of a single process use two cores."""
     cores = cpu_cores() if has_all_cores else cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
     return cores if cores > _THREADS else 1
 
 
 def _encode_blocks(blocks: Iterable[Block], task: TokeniseTask, workers: int) -> Generator[tuple[int, Chunk]]:
-    """Yields (bytes of the source, documents) of each block, in order. Close it: it owns threads or processes."""
+    """Yields (bytes of the source, documents) of each block, in order. Close the generator to end its threads or
+    processes."""
     if workers > 1:
         with WorkerPool(task, workers) as pool:
             yield from pool.map(blocks)
@@ -210,7 +212,7 @@ def _encode_blocks(blocks: Iterable[Block], task: TokeniseTask, workers: int) ->
     def finish_first() -> tuple[int, Chunk]:
         block, chunk, thread = running[0]
         if not wait([chunk], task.seconds_for(block)).done:
-            running.clear()  # nothing is waited for after an error
+            running.clear()  # do not wait after an error
             raise task.too_slow(block)
         thread.join()
         running.popleft()
@@ -229,8 +231,8 @@ def _encode_blocks(blocks: Iterable[Block], task: TokeniseTask, workers: int) ->
 
 
 def _in_thread(call: Callable[[], R]) -> tuple[Future[R], Thread]:
-    """The result of a call in a daemon thread, which ends with the process although the call may never return: the
-    tokenizers library cannot be interrupted, and an executor would wait for its threads at exit."""
+    """The result of a call in a daemon thread. The tokenizers library cannot be interrupted, so the call may never
+    return; an executor would wait for its thread at exit, but a daemon thread ends with the process."""
     future = Future[R]()
 
     def run() -> None:
@@ -248,8 +250,8 @@ def _in_thread(call: Callable[[], R]) -> tuple[Future[R], Thread]:
 
 
 def _cache_key(part: SourcePart, task: TokeniseTask) -> str | None:
-    """Digest of everything that the tokens depend on: the bytes of the data, how rows are parsed, the tokenizer, the
-    code. None if the data have no digest or the tokenizer is not a fast one: such tokens are not cached."""
+    """Digest of all inputs of the tokens: the bytes of the data, the options for parsing rows, the tokenizer, the code.
+    None, for tokens that are not cached, if the data have no digest or the tokenizer is not fast."""
     tokenizer, images = task.tokenizer, task.images
     if part.digest is None or not tokenizer.is_fast:
         return None
@@ -259,15 +261,15 @@ def _cache_key(part: SourcePart, task: TokeniseTask) -> str | None:
         str(sorted(tokenizer.special_tokens_map.items())), repr(task.encoding),
         version("tokenizers"), version("transformers"), __version__, _code_digest(),
     ]  # fmt: skip
-    if images is not None:  # with the path of the data, because image paths in rows are relative to it
+    if images is not None:  # includes the path of the data, because image paths in rows are relative to it
         words += [images.settings, images.problem, str(images.template), repr(images.checks)]
         words.append(os.path.abspath(part.origin))
     return hashlib.blake2b("\0".join(words).encode(), digest_size=16).hexdigest()
 
 
 def _cached_table(folder: str, key: str, part: SourcePart, chunks: Callable[[], Generator[Chunk]]) -> TokenTable:
-    """The table `key` of a cache folder. The first process to ask builds it from `chunks`; other processes wait. A
-    damaged table is built again: a crash may lose recent writes. Raises StorageError if the folder cannot be used."""
+    """The table `key` of a cache folder. The first process builds it from `chunks`; other processes wait. A damaged
+    table is built again, because a crash may lose recent writes. Raises StorageError if the folder cannot be used."""
     root = Path(folder).expanduser() / "tokens"
     path = root / key
     try:
@@ -283,12 +285,12 @@ def _cached_table(folder: str, key: str, part: SourcePart, chunks: Callable[[], 
     except OSError as error:
         raise StorageError(
             f"data.cache: {root} cannot be used: {error.strerror or error}. Set data.cache to a folder on a disk with "
-            "room, or to null, to keep nothing."
+            "free space, or to null for no cache."
         ) from error
 
 
 def _read_cached(path: Path, part: SourcePart) -> TokenTable | None:
-    """The cached table; None if it is missing, damaged, or refers to image files that have changed since."""
+    """The cached table; None if it is missing or damaged, or if its image files have changed."""
     try:
         table = tables.read(path, part.origin, part.by_line) if path.is_dir() else None
     except DamagedTableError:
@@ -300,7 +302,7 @@ def _read_cached(path: Path, part: SourcePart) -> TokenTable | None:
 
 
 def _build_cached(path: Path, chunks: Callable[[], Generator[Chunk]]) -> None:
-    """Build and publish a table. The caller holds its lock, so any partial folder was abandoned by a dead process."""
+    """Build and publish a table. The caller has its lock, so an existing partial folder is from a dead process."""
     for abandoned in path.parent.glob(f"{path.name}.*.partial"):
         shutil.rmtree(abandoned, ignore_errors=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -316,7 +318,7 @@ def _build_cached(path: Path, chunks: Callable[[], Generator[Chunk]]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of one table. The kernel releases the lock when its holder exits, even by a crash."""
+    """Hold the lock of a table. The kernel releases the lock when the process exits, even by a crash."""
     with path.open("a") as file:
         while True:
             try:
@@ -330,7 +332,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @cache
 def _code_digest() -> str:
-    """Digest of the source files of weft.data, which read and tokenise."""
+    """Digest of the source files of weft.data, which affect the tokens."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.rglob("*")):
         if path.is_file() and path.suffix in (".py", ".jinja"):

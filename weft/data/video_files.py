@@ -1,9 +1,8 @@
-"""Opening the videos of rows: for their sizes and lengths before training, for the sampled frames when a step needs
-them.
+"""Opens the videos of rows: before training for their sizes and lengths, in a step for the sampled frames.
 
 A video is a folder or a list of frames, an animation that Pillow opens, or a container (mp4, ...), which needs PyAV.
-All frames of folders and lists are taken; other videos are sampled by data.video. A video that cannot be opened raises
-BadRowError with row, video and reason.
+Folders and lists give all their frames; other videos are sampled according to data.video. If a video cannot be opened,
+BadRowError names row, video and reason.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from weft.files import regular_file
 from weft.models.clips import Clip
 
 _STILL = (b"\xff\xd8", b"BM", b"II*\0", b"MM\0*")  # JPEG, BMP, TIFF
-_MOST_CANVASES = 20  # all frames of an animation may have so many times the pixels of the largest allowed image
+_MOST_CANVASES = 20  # limit for the pixels of all frames of an animation, as a multiple of data.max_image_pixels
 _TICK = 100  # milliseconds of a frame without a duration, as in browsers
 
-ConvertFrame = Callable[[Any], Any]  # converts a decoded frame, a PIL image, to what is kept in memory
+ConvertFrame = Callable[[Any], Any]  # converts a decoded frame, a PIL image, to its form in memory
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class _Opened:
 
 
 def measure_video(video: Video, location: str, checks: ImageChecks) -> MediaInfo:
-    """Measures a video before training. location: names the row and the video. Raises BadRowError, or UserError without
-    PyAV for a container."""
+    """Measures a video before training. location: name of the row and the video. Raises BadRowError, or UserError for a
+    container without PyAV."""
     if video.fps is not None and not _is_listed(video):
         raise BadRowError(
-            f"{location} ({video}): `sample_fps` is of a list or folder of frames; a file contains its own rate. "
-            "Remove it."
+            f"{location} ({video}): `sample_fps` is only for a list or folder of frames, because a file contains its "
+            "rate. Remove it."
         )
     with _open(video, location, checks) as opened:
         return opened.info
@@ -92,26 +91,25 @@ def _open(video: Video, location: str, checks: ImageChecks) -> Iterator[_Opened]
 
 
 def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: ImageChecks) -> _Opened:
-    """A video of separate images, all of which are taken."""
+    """A video of separate images, which uses all of them."""
     if not frames:
-        raise BadRowError(f"{name}: has no frames. Remove it, and its place in the text.")
+        raise BadRowError(f"{name}: has no frames. Remove it, and its position in the text.")
     if len(frames) > checks.video.max_frames:
         raise BadRowError(
-            f"{name}: has {len(frames):,} frames, all of which would be taken, and data.video allows "
-            f"{checks.video.max_frames:,} (max_frames). Leave some out, or set "
-            f"{override('data.video', {'max_frames': len(frames)})}."
+            f"{name}: has {len(frames):,} frames, but data.video allows {checks.video.max_frames:,} (max_frames) for "
+            f"videos that use all frames. Remove some, or set {override('data.video', {'max_frames': len(frames)})}."
         )
     if url := next((frame.url for frame in frames if frame.url is not None), None):
-        raise BadRowError(f"{name}: a frame is a URL ({url}), and only whole videos are fetched. Name files.")
+        raise BadRowError(f"{name}: a frame is a URL ({url}), but weft fetches only complete videos. Name files.")
     labels = [f"{name}: frame {number} of {len(frames)}" for number in range(1, len(frames) + 1)]
     sizes = [measure_image(frame, label, checks) for frame, label in zip(frames, labels, strict=True)]
     for size, label in zip(sizes, labels, strict=True):
         if (size.height, size.width) != (sizes[0].height, sizes[0].width):
             raise BadRowError(
-                f"{label} has {size.width} x {size.height} pixels, and the first {sizes[0].width} x {sizes[0].height}: "
-                "frames of a video have one size."
+                f"{label} has {size.width} x {size.height} pixels, but the first frame has {sizes[0].width} x "
+                f"{sizes[0].height}. Frames of a video must have the same size."
             )
-    # If the row itself holds some frames, the video has no modification time.
+    # If the row itself contains frames, the video has no modification time.
     changed = max(size.changed for size in sizes) if all(frame.path is not None for frame in frames) else 0
     info = MediaInfo(
         sizes[0].height, sizes[0].width, sum(size.size for size in sizes), changed,
@@ -129,8 +127,8 @@ def _animated(picture: Any, name: str, checks: ImageChecks, size: int, changed: 
     count = int(getattr(picture, "n_frames", 1))
     if count < 2:
         raise BadRowError(
-            f"{name}: is a still image. A video is a folder of frames, a list of them, an animated GIF, WebP or PNG, "
-            "or a container such as mp4; an image is a part of type image."
+            f"{name}: is a still image. A video is a folder or list of frames, an animated GIF, WebP or PNG, or a "
+            "container such as mp4. Write an image as a part of type image."
         )
     _check_drawing(count, picture.size, name, checks)
     shown = 0.0
@@ -153,14 +151,14 @@ def _animated(picture: Any, name: str, checks: ImageChecks, size: int, changed: 
 
 
 def _check_drawing(count: int, size: tuple[int, int], name: str, checks: ImageChecks) -> None:
-    """Raises BadRowError for an animation with too many pixels in all: each frame is drawn on a whole canvas, however
-    few bytes it has in the file."""
+    """Raises BadRowError for an animation with too many pixels in total, because each frame is drawn on a full canvas,
+    however few bytes it has in the file."""
     width, height = size
     if count * width * height > _MOST_CANVASES * checks.max_pixels:
         raise BadRowError(
             f"{name}: has {count:,} frames of {width:,} x {height:,} pixels, together more than {_MOST_CANVASES} x "
-            f"data.max_image_pixels ({checks.max_pixels:,}): drawing them would take too long. Make it smaller, leave "
-            "frames out, or set data.max_image_pixels to more."
+            f"data.max_image_pixels ({checks.max_pixels:,}): drawing them would take too long. Make it smaller, remove "
+            "frames, or raise data.max_image_pixels."
         )
 
 
@@ -169,8 +167,8 @@ def _contained(file: Image, name: str, checks: ImageChecks) -> Iterator[_Opened]
     """A container, opened by PyAV. Rotation metadata are ignored, as in transformers."""
     if find_spec("av") is None:
         raise UserError(
-            f"{name}: containers such as mp4 are decoded by PyAV, which is not installed: "
-            f"{how_to_install('av', 'video')}; or write the frames to a folder and name that."
+            f"{name}: weft decodes containers such as mp4 with PyAV, which is not installed: "
+            f"{how_to_install('av', 'video')}. Or write the frames to a folder, and name the folder."
         )
     av: Any = importlib.import_module("av")
     size, changed = (len(file.data), 0) if file.data is not None else file_state([str(file.path)]) or (0, 0)
@@ -180,7 +178,7 @@ def _contained(file: Image, name: str, checks: ImageChecks) -> Iterator[_Opened]
     except UserError:
         raise
     except MemoryError as error:
-        error.add_note(f"{name}: there is no memory to decode this video. Make it smaller, or leave it out.")
+        error.add_note(f"{name}: not enough memory to decode this video. Make it smaller, or remove it.")
         raise
     except Exception as error:  # FFmpeg's errors are of many types
         raise BadRowError(
@@ -190,7 +188,7 @@ def _contained(file: Image, name: str, checks: ImageChecks) -> Iterator[_Opened]
 
 def _decoded(container: Any, name: str, checks: ImageChecks, size: int, changed: int) -> _Opened:
     if not container.streams.video:
-        raise BadRowError(f"{name}: has no pictures, only sound. Remove it.")
+        raise BadRowError(f"{name}: has only sound, no pictures. Remove it.")
     stream = container.streams.video[0]
     check_size((stream.codec_context.width, stream.codec_context.height), name, checks)
     total = 0 if checks.decode else stream.frames
@@ -212,7 +210,8 @@ def _decoded(container: Any, name: str, checks: ImageChecks, size: int, changed:
 
 
 def _head(file: Image, name: str) -> str:
-    """Tells by the first bytes whether a file is an "animation" (GIF, PNG, WebP), another "still", or a "container"."""
+    """The kind of a file, from its first bytes: "animation" (GIF, PNG, WebP), "still" (other images), or
+    "container"."""
     if file.picture is not None:
         return "animation"
     try:

@@ -1,7 +1,7 @@
 """Worker processes that tokenise blocks.
 
-Workers are separate commands. A fork would lose the threads of a rank (torch, gloo, tokenizers), and a child that
-multiprocessing spawns would run the user's script again. Each worker uses one thread.
+Workers are separate commands. A fork would lose the threads of a rank (torch, gloo, tokenizers), and a process spawned
+by multiprocessing would run the user's script again. Each worker uses one thread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from weft.data.encode import Encoder
     from weft.data.table import Chunk
 
-_AHEAD = 3  # finished blocks, for each worker, that may wait for their turn
-_ENDING_SECONDS = 1.0  # how long to wait for the exit status of a worker whose connection has closed
+_AHEAD = 3  # finished blocks per worker that may wait for their turn
+_ENDING_SECONDS = 1.0  # seconds to wait for the exit status of a worker whose connection has closed
 
 
 class BlockTask(Protocol):
-    """The work of a worker: make an encoder once, and encode blocks with it (TokeniseTask). seconds_for: the time limit
-    of a block, if it has one. too_slow: the error for a block that exceeds it."""
+    """The work of a worker: create an encoder once, and encode blocks with it (TokeniseTask). seconds_for: the time
+    limit of a block, if any. too_slow: the error for a block that exceeds it."""
 
     def make_encoder(self) -> Encoder: ...
     def encode(self, encoder: Encoder, block: Block) -> Chunk: ...
@@ -113,7 +113,8 @@ class WorkerPool:
                 flight.beat()
 
     def _wait(self) -> list[Any]:
-        """Busy workers that have an answer, once there is one. Raises UserError if one takes too long for its block."""
+        """Waits until busy workers have answers, and returns these workers. Raises UserError if a worker exceeds the
+        time limit of its block."""
         if not self._busy:
             return []
         _, since, block = min(self._busy.values(), key=lambda sent: sent[1])
@@ -138,17 +139,18 @@ class WorkerPool:
             raise self._died() from None
 
     def _died(self) -> ActorError:
-        """The error for a worker that has died, with its exit status or the kernel's lack of memory."""
+        """The error for a dead worker, with its exit status, or with the cause if the kernel killed it for lack of
+        memory."""
         end = time.monotonic() + _ENDING_SECONDS
         while not (ended := [p.returncode for p in self._processes if p.poll() is not None]) and time.monotonic() < end:
             time.sleep(0.01)
         if (oom_kills() or 0) > self._oom_kills:
-            text = "was killed by the kernel, which is short of memory: set data.workers to fewer"
+            text = "was killed by the kernel for lack of memory. Lower data.workers"
             return ActorError(f"a process that tokenises {text}.", "memory")
         status = ended[0] if ended else 0
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         return ActorError(
-            f"a process that tokenises has died ({how}). If it ran out of memory, set data.workers to fewer.",
+            f"a process that tokenises has died ({how}). If it ran out of memory, lower data.workers.",
             "killed",
         )
 
@@ -188,5 +190,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent(signal.SIGKILL)  # a stopped process would not notice that its connection closes
+    end_with_parent(signal.SIGKILL)  # a stopped process does not notice that its connection closes
     serve(Connection(int(sys.argv[1])))

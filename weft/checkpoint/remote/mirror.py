@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.3
 _RECORDS_SECONDS, _RECORDS_SHARE = (
     30.0,
     20.0,
-)  # shortest pause between uploads of other files: in seconds, and as a multiple of the last upload's time
+)  # shortest pause between uploads of other files, in seconds and in times of the last upload
 _LONGEST_PAUSE = 60.0
 _FINAL_ROUNDS = 2
 _LEFT_OUT = {CHECKPOINTS, "uploading", "pushing", "fetching", "placement-trial", "lock", TOKEN}
