@@ -177,7 +177,7 @@ def test_layers_of_other_widths_are_left_and_named() -> None:
     module = TrainModule(model)
     use_fp8(module)
     assert describe_fp8(module) == (
-        "fp8 (not exact): 8 linear layers of the decoder; 6 have widths that are no multiples of 16 "
+        "fp8 (not exact): 8 linear layers of the decoder; 6 have widths that are not multiples of 16 "
         "(model.layers.0.mlp.gate_proj)"
     )
     narrow = hf.build_meta(tiny_config("llama", hidden_size=40, head_dim=8), dtype=torch.float32, attention="eager")

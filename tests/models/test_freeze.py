@@ -174,7 +174,7 @@ def test_patterns_name_parameters_and_modules() -> None:
     [
         (["aa"], "'aa' matches no parameter"),
         (["a.wieght"], "did you mean a.weight"),
-        (["b"], "b.weight and c.weight are one tensor (tied): freeze both or neither"),
+        (["b"], "b.weight and c.weight are one tensor (tied). Freeze both or neither"),
         (["*"], "nothing to train"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_module_in_the_models_folder_is_never_run(
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "comes_along.py").write_text("raise SystemExit('was run')")
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    with pytest.raises(UserError, match=r"comes_along is .*, in the model's folder, and weft runs no code"):
+    with pytest.raises(UserError, match=r"comes_along is .*, in the model's folder, but weft runs no code"):
         hf.import_architectures(["comes_along"], str(folder))
     (tmp_path / "package" / "model").mkdir(parents=True)
     (tmp_path / "package" / "model" / "inside.py").write_text("raise SystemExit('was run')")
@@ -108,5 +108,5 @@ def test_a_module_that_is_not_there_is_said_before_anything_is_read(
 
 def test_what_an_unknown_architecture_needs_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "architectures": ["MineForCausalLM"]}))
-    with pytest.raises(UserError, match="name the module that registers it in model.imports"):
+    with pytest.raises(UserError, match="set model.imports to the module that registers it"):
         hf.read_config(str(tmp_path))

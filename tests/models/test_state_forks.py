@@ -106,7 +106,7 @@ def test_a_state_that_runs_on_over_siblings_is_found() -> None:
         ):
             warnings.simplefilter("always")
             assert (compare(mixer) < TOLERANCE) == trial
-        assert ("runs the documents of a tree whole" in str(caught[0].message)) if trial else not caught
+        assert ("runs the documents of a tree separately" in str(caught[0].message)) if trial else not caught
     state_forks.reset_trials()
 
 

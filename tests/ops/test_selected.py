@@ -281,7 +281,7 @@ def test_what_a_model_does_not_have_is_said_before_it_loads() -> None:
     )
     assert "Did you mean model.layers.1 or model.layers.0" in message
     assert run(1, opened, path, ["hidden/model.layers.1", "top_logits/5"]) == [""]
-    assert "logits. Ask for fewer." in run(1, opened, path, ["top_logits/999"])[0]
+    assert "logits. Lower the number." in run(1, opened, path, ["top_logits/999"])[0]
     assert "Set model.compile=false." in run(1, opened, path, ["hidden/model.norm"], True)[0]
 
 

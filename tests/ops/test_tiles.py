@@ -152,7 +152,9 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], words: str) 
 
 
 def open_tiled(path: str) -> None:
-    with pytest.raises(UserError, match=r"no dense MLP or shared expert that weft knows: set model\.tiled_mlp=off"):
+    with pytest.raises(
+        UserError, match=r"no dense MLP or shared expert that weft recognises. Set model\.tiled_mlp=off"
+    ):
         open_engine(path, "1", model={"tiled_mlp": 64})
 
 

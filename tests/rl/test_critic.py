@@ -180,7 +180,7 @@ def test_models_that_no_critic_can_be_made_of_are_named(tmp_path: Path) -> None:
     assert "no sequence classification for model_type 'granite'" in run(1, refusal, saved_model("granite"))[0]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(saved_model("llama"), num_labels=3)
     model.save_pretrained(tmp_path)
-    assert "has 3 labels, and this run needs 1" in run(1, refusal, str(tmp_path))[0]
+    assert "has 3 labels, but this run needs 1" in run(1, refusal, str(tmp_path))[0]
 
 
 # ---------------------------------------------------------------- together

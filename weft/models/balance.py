@@ -1,12 +1,12 @@
-"""Load balancing of experts, per document or over the whole step; neither depends on how a step is cut.
+"""Load balancing of experts, per document or over the whole step; neither depends on how a step is split.
 
 Both are the loss of Switch Transformer (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6) as transformers computes
-it, over all layers at once: E sum_e F_e P_e. F_e is how many of a token's top_k choices fall on expert e, averaged over
-some tokens; P_e is its mean probability. F has no gradient, so for the whole step only F must be known before the first
-backward; P is a sum over rows.
+it, over all layers at once: E sum_e F_e P_e. F_e is the number of a token's top_k choices that fall on expert e,
+averaged over a set of tokens; P_e is the expert's mean probability over them. F has no gradient, so for the whole step
+only F must be known before the first backward; P is a sum over rows.
 
 D documents, S segments (ops/segments.py), E experts, M tokens of a row. router_logits: per layer [M, E] or [B, T, E],
-with M = B T. A token that several documents hold counts in each of them.
+with M = B T. A token that several documents share counts in each of them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Counted:
 
 @dataclass(frozen=True)
 class Balance:
-    """The inputs of a row for the auxiliary loss.
+    """Inputs of the auxiliary loss for a row.
 
     owner_M: index of each token's document, -1 for padding, which is not counted. shares_E: F over the whole step; None
-    to balance each document. counting: only count the choices. shared: documents that other ranks have parts of.
-    counted: given if layers on other ranks count, too. holders_DS: 1 where a document holds a segment, if documents of
-    the row share segments; owner_M is then the index of each token's segment.
+    to balance each document. counting: only count the choices. shared: documents of which other ranks have parts.
+    counted: set if layers on other ranks also count. holders_DS: 1 if a document contains a segment, for rows whose
+    documents share segments; owner_M is then the index of each token's segment.
     """
 
     owner_M: Tensor
@@ -67,8 +67,8 @@ class Balance:
 def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
     """Sum over the row's tokens of the auxiliary loss of their document, or of the step: a scalar with gradient.
 
-    With shares of the step it is the part of the row's probabilities in tokens x loss; the parts of all rows add up to
-    the whole. So do the parts of ranks with different layers, if the choices of all layers were counted.
+    With shares of the step, it is the contribution of the row's probabilities to tokens x loss; the contributions of
+    all rows add up to the total. So do those of ranks with different layers, if the choices of all layers were counted.
     """
     probabilities, counted = _probabilities(router_logits), balance.counted
     experts, layers = probabilities[0].shape[-1], len(probabilities) if counted is None else counted.layers
@@ -88,7 +88,7 @@ def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
 
 
 def count_choices(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
-    """[D, E]: how often each document's tokens choose each expert, summed over the layers."""
+    """[D, E]: number of times that each document's tokens choose each expert, summed over the layers."""
     return _by_document(_choices(_probabilities(router_logits), balance.top_k), balance)
 
 
@@ -103,13 +103,14 @@ def _choices(probabilities: Iterable[Tensor], top_k: int) -> Iterable[Tensor]:
 
 
 def _count(places_M: Tensor, bins: int) -> Tensor:
-    """[bins] int64: how often each bin occurs. torch.bincount would wait for the device to find the largest."""
+    """[bins] int64: number of occurrences of each bin. torch.bincount would synchronise with the device to find the
+    largest."""
     zeros = torch.zeros(bins, dtype=places_M.dtype, device=places_M.device)
     return zeros.index_add(0, places_M, torch.ones_like(places_M))
 
 
 def _places(balance: Balance) -> Tensor:
-    """[M]: the index of each token's owner; padding goes to a bin of its own."""
+    """[M]: the index of each token's owner; padding has a separate index."""
     return torch.where(balance.owner_M < 0, balance.owners, balance.owner_M)
 
 

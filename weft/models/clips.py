@@ -1,4 +1,4 @@
-"""Which frames of a video a model sees. Imports no torch."""
+"""Selects the frames of a video that a model sees. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Clip:
 
     @property
     def indices(self) -> list[int]:
-        """Indices of the taken frames, ascending."""
+        """Indices of the sampled frames, ascending."""
         indices: list[int] = np.linspace(0, self.total - 1, self.num_frames).round().astype(int).tolist()
         return indices
 
     @property
     def sampled_fps(self) -> float:
-        """Taken frames per second of the video."""
+        """Sampled frames per second of the video."""
         return self.num_frames / self.total * self.fps
 
 
@@ -35,8 +35,8 @@ Shape = tuple[int, int] | tuple[int, int, Clip]  # height and width of an image,
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many frames are taken of a video (data.video): `fps` per second, at least min_frames if the video has that
-    many, at most max_frames, and an even number, as in qwen-vl-utils."""
+    """The number of frames to sample from a video (data.video): `fps` per second, at least min_frames if the video has
+    that many, at most max_frames, and an even number, as in qwen-vl-utils."""
 
     fps: float = 2.0
     min_frames: int = 4

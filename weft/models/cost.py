@@ -96,7 +96,7 @@ def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
     if not heads or kind not in windows:
         return None
     name = windows[kind]
-    # MLA's configs have the parts of its keys, and as head_dim at most the rotated one.
+    # MLA's configs have the parts of its keys; head_dim is at most the rotated part.
     keys: float = getattr(config, "head_dim", None) or config.hidden_size / heads
     plain, values = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
     if plain is not None:
@@ -105,8 +105,8 @@ def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
 
 
 def with_adapters(facts: FlopFacts, plan: LoraPlan, module: TrainModule) -> FlopFacts:
-    """The facts of a base that is frozen under adapters. For a module that is trained whole, the weight gradient (a
-    third of a trained weight's cost) is added to its cost as a frozen one."""
+    """The facts of a base that is frozen under adapters. For a fully trained module, the weight gradient (a third of a
+    trained weight's cost) is added to its cost as a frozen module."""
     trained = 0.0
     for target in plan.targets:
         inputs = 0 if target.kind == "embedding" else target.inputs  # a look-up

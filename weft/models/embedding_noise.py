@@ -1,8 +1,8 @@
-"""Uniform noise on the embeddings of documents in training (NEFTune, arXiv:2310.05914), the same however a step is cut.
+"""Uniform noise on the embeddings of documents in training (NEFTune, arXiv:2310.05914), independent of how a step is
+split.
 
-Every number is a hash of (seed, step, index of the document in the step, index of the token, index in the embedding),
-and no state of a generator: ranks, rows and runs that are resumed have the same noise. T tokens of a row, H hidden
-width.
+Every number is a hash of (seed, step, index of the document in the step, index of the token, index in the embedding).
+There is no generator state, so all ranks, rows and resumed runs have the same noise. T tokens of a row, H hidden width.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from weft.errors import UserError
 
-# splitmix64 (Steele et al. 2014). Signed multiplication modulo 2^64 gives the same bits as its unsigned one.
+# splitmix64 (Steele et al. 2014). Signed multiplication modulo 2^64 gives the same bits as unsigned.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-_CHUNK = 1 << 22  # numbers that are computed at a time: each takes several of 8 bytes meanwhile
+_CHUNK = 1 << 22  # numbers computed at a time: each needs several temporaries of 8 bytes
 
 
 @dataclass(frozen=True)
 class StepNoise:
-    """The noise of one step. alpha: NEFTune's factor. seed: of the run. step: its number."""
+    """The noise of a step. alpha: NEFTune's factor. seed: of the run. step: its number."""
 
     alpha: float
     seed: int
@@ -44,7 +44,7 @@ class EmbeddingNoise:
     """Adds noise to the output of a model's embedding, by a hook that works inside `adding`."""
 
     def __init__(self, embedding: nn.Module, ranks: int, rank: int) -> None:
-        """ranks, rank: of the axis that may divide the tokens between layers, and this rank's place there."""
+        """ranks: size of the axis that may divide the tokens between layers. rank: this rank's index on it."""
         self.ranks, self.rank = ranks, rank
         self._keys_BT: Tensor | None = None
         self._sizes_BT: Tensor | None = None
@@ -53,8 +53,9 @@ class EmbeddingNoise:
 
     @contextmanager
     def adding(self, keys_BT: Tensor, sizes_BT: Tensor) -> Iterator[None]:
-        """Inside, the one call of the embedding gets noise. keys_BT: of StepNoise.keys. sizes_BT: alpha / sqrt(tokens
-        of the document), 0 for padding. Raises UserError if the model does not call its embedding once."""
+        """A context in which the single call of the embedding gets noise. keys_BT: from StepNoise.keys. sizes_BT: alpha
+        / sqrt(tokens of the document), 0 for padding. Raises UserError if the model does not call its embedding
+        once."""
         self._keys_BT, self._sizes_BT, self._calls = keys_BT, sizes_BT, 0
         try:
             yield
@@ -63,7 +64,7 @@ class EmbeddingNoise:
         if self._calls != 1:
             raise UserError(
                 f"train.neftune_noise_alpha: this model calls its embedding {self._calls} times in a forward, not "
-                "once, so that the noise would not be NEFTune's: leave the key out for this family."
+                "once, so the noise would not be NEFTune's. Remove this key for this family."
             )
 
     def _add(self, _: nn.Module, __: Any, hidden_BTH: Tensor) -> Tensor:
@@ -77,8 +78,8 @@ class EmbeddingNoise:
             sizes_BT = sizes_BT.narrow(1, self.rank * tokens, tokens)
         if keys_BT.shape != hidden_BTH.shape[:2]:
             raise UserError(
-                f"train.neftune_noise_alpha: the embedding gives {tuple(hidden_BTH.shape)} for a row of "
-                f"{tuple(keys_BT.shape)} tokens: leave the key out for this family."
+                f"train.neftune_noise_alpha: the embedding returns {tuple(hidden_BTH.shape)} for a row of "
+                f"{tuple(keys_BT.shape)} tokens. Remove this key for this family."
             )
         noise = noise_of(keys_BT.flatten(), sizes_BT.flatten(), hidden_BTH.shape[2], hidden_BTH.dtype)
         return hidden_BTH + noise.view_as(hidden_BTH)

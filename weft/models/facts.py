@@ -1,4 +1,4 @@
-"""Where the parts of a causal LM are, by one rule for every family of transformers 5.
+"""Locates the parts of a causal LM, by one rule for every family of transformers 5.
 
 decoder: the parent of the input embedding. base: the root's child that contains the decoder. layers: the decoder's
 ModuleList of num_hidden_layers modules. head: the output embedding. logits = transform(head(last_hidden_state)).
@@ -103,11 +103,11 @@ def _number(config: PretrainedConfig, key: str) -> float | None:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """The length above which the rotary table depends on the document's length, so that the document needs a row of its
-    own; None for other models.
+    """The length above which the rotary table depends on the document's length, so that the document needs a separate
+    row; None for other models.
 
-    longrope has one table up to original_max_position_embeddings and another beyond. `dynamic` keeps a state between
-    calls, and the engine refuses documents above the limit.
+    longrope has one table up to original_max_position_embeddings and another above. `dynamic` has a state between
+    calls, so the engine refuses documents above the limit.
     """
     for rope in rope_parameters(config):
         if rope.get("rope_type") in ("longrope", "dynamic"):
@@ -118,12 +118,12 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def rope_is_dynamic(config: PretrainedConfig) -> bool:
-    """Whether the rotary table depends on the longest sequence seen so far."""
+    """Whether the rotary table depends on the longest sequence so far."""
     return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
 
 
 def rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of the rotary embedding, also of each kind of layer or part of a head that has its own."""
+    """The parameters of the rotary embedding, and of each kind of layer or part of a head with separate parameters."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 

@@ -1,9 +1,9 @@
 """Training FLOPs of documents, peak rates of accelerators, and the share of the peak that a step reaches.
 
-Conventions (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
-a multiplication and an addition are 2 FLOPs; backward costs twice forward, so a weight that multiplies a token costs 6,
-a frozen one 4; recomputation does not count; the embedding is a look-up and does not count, the head does; attention
-costs 12 x heads x width for each query and each key that it sees.
+Conventions (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022, arXiv:2204.02311, appendix B): a
+multiplication and an addition are 2 FLOPs; backward costs twice forward, so a weight that multiplies a token costs 6,
+and a frozen weight 4; recomputation does not count; the embedding is a look-up and does not count, but the head does;
+attention costs 12 x heads x width for each visible (query, key) pair.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class FlopFacts:
     """Numbers of weights that multiply tokens, and the attention, over all layers.
 
     dense: weights that every token uses, with the head, without the embedding. expert: weights of all routed experts; a
-    token uses experts_per_token out of `experts`. frozen: dense and expert weights are not trained, so that backward
-    costs as much as forward. trained: further trained weights (adapters). tower: weights that multiply each patch of an
-    image. tower_attention: attention of each tower layer; a patch sees its window on all sides. tower_frozen: nothing
-    in the tower and its projector is trained. tower_memory: activation memory of a patch, relative to a token's.
+    token uses experts_per_token out of `experts`. frozen: dense and expert weights are not trained, so backward costs
+    as much as forward. trained: further trained weights (adapters). tower: weights that multiply each patch of an
+    image. tower_attention: attention of each tower layer; a patch sees its window on all sides. tower_frozen: the tower
+    and its projector are not trained. tower_memory: activation memory of a patch, relative to a token's.
     """
 
     dense: int
@@ -68,7 +68,7 @@ def document_flops(facts: FlopFacts, length: int, causal: bool = True) -> float:
 
 
 def tower_flops(facts: FlopFacts, patches: int, pairs: int) -> tuple[float, int]:
-    """(training FLOPs of the vision tower for a document's images, number of tokens that take as much memory).
+    """(training FLOPs of the vision tower for a document's images, number of tokens that need the same memory).
 
     patches: of all images. pairs: of patches of the same image. Smaller windows at an image's edge count as full.
     """
@@ -93,7 +93,7 @@ def attention_pairs(length: int, window: int | None = None, causal: bool = True)
 
 
 def _per_pair(layer: AttentionFacts) -> float:
-    # Scores and weighted values take 2 x width each; three times that with the backward.
+    # Scores and weighted values cost 2 x width each; three times that with the backward.
     return 12.0 * layer.heads * layer.width
 
 
@@ -116,5 +116,5 @@ class Throughput:
     peak: float | None
 
     def mfu(self, flops: float, seconds: float) -> float | None:
-        """`flops` of all ranks over the FLOPs that the peak allows in `seconds`; None if the peak is unknown."""
+        """`flops` of all ranks / (peak of all ranks x `seconds`); None if the peak is unknown."""
         return None if self.peak is None or seconds <= 0 else flops / (self.peak * self.ranks * seconds)

@@ -1,4 +1,4 @@
-"""Which parameters are trained."""
+"""Freezes parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PRESETS = ("vision", "projector", "language")
 def freeze(module: TrainModule, patterns: Sequence[str]) -> None:
     """Freeze the parameters that match a pattern or belong to a preset.
 
-    Raises UserError if a pattern matches nothing, if only some names of a tied parameter match, or if nothing is left
-    to train.
+    Raises UserError if a pattern matches nothing, if only some names of a tied parameter match, or if every parameter
+    would be frozen.
     """
     patterns = resolved(module, patterns)
     names = dict(module.named_parameters(remove_duplicate=False))
@@ -28,10 +28,10 @@ def freeze(module: TrainModule, patterns: Sequence[str]) -> None:
     for name, parameter in names.items():
         if id(parameter) in tied and name not in frozen:
             raise UserError(
-                f"model.freeze: {tied[id(parameter)]} and {name} are one tensor (tied): freeze both or neither."
+                f"model.freeze: {tied[id(parameter)]} and {name} are one tensor (tied). Freeze both or neither."
             )
     if names and len(frozen) == len(names):
-        raise UserError("model.freeze: every parameter is frozen, so there is nothing to train: leave some out.")
+        raise UserError("model.freeze: every parameter is frozen, so there is nothing to train. Remove a pattern.")
     for name in frozen:
         names[name].requires_grad_(False)
 
@@ -51,7 +51,7 @@ def _parts(module: TrainModule, preset: str) -> list[str]:
     tower, projector = vision_parts(module.base, facts), projector_parts(module.base, facts)
     if not tower:
         raise UserError(
-            f"model.freeze: {preset!r} names a part of a vision-language model, and this model has no tower."
+            f"model.freeze: {preset!r} names a part of a vision-language model, but this model has no tower."
         )
     if preset == "language":
         return [facts.decoder, facts.head]

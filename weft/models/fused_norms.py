@@ -1,8 +1,8 @@
-"""RMSNorm as torch's fused kernel: `torch.nn.functional.rms_norm` in place of the elementwise operations of stock
-modules, which read and write a row of the model some eight times.
+"""RMSNorm with torch's fused kernel: replaces the elementwise operations of stock modules, which read and write a row
+about eight times, by `torch.nn.functional.rms_norm`.
 
-A class is replaced only if both give the same values and gradients on random rows, so another formula (Gemma's
-1 + weight, a gate, a group of channels) stays as it is.
+A class is replaced only if both give the same values and gradients on random rows, so another formula (Gemma's 1 +
+weight, a gate, a group of channels) stays unchanged.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# fp32 rounding of a sum of squares over a row; gradients are sums over the rows as well.
+# fp32 rounding of a sum of squares over a row; gradients are also sums over the rows.
 _ALLOWED = 2e-5
-EPSILON = ("variance_epsilon", "eps")  # names that stock classes give it, in the order in which forward looks
+EPSILON = ("variance_epsilon", "eps")  # its names in stock classes, in the order in which forward looks
 
 
 def fuse_norms(module: nn.Module) -> set[str]:
-    """Make RMSNorms below `module` compute by torch's fused kernel, where that is equal; returns the names of their
-    classes. Parameters, names and hooks stay. Call it before anything wraps forward; parameters may be on meta."""
+    """Make RMSNorms below `module` use torch's fused kernel, if its results are equal; returns the names of their
+    classes. Parameters, names and hooks stay. Call it before forward is wrapped; parameters may be on meta."""
     same: dict[tuple[Any, float, int], bool] = {}
     fused: set[str] = set()
     for child in module.modules():
@@ -42,14 +42,14 @@ def fuse_norms(module: nn.Module) -> set[str]:
 
 
 class FusedNorm(nn.Module):
-    """Mixed into a class of RMSNorm. A class instead of a forward per module, because compiled layers share graphs only
-    if their modules have the same class."""
+    """A mixin for a class of RMSNorm. It is a class, not a forward per module, because compiled layers share graphs
+    only if their modules have the same class."""
 
     weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype or x.shape[-1:] != self.weight.shape:
-            return super().forward(x)  # promotes dtypes, or broadcasts
+            return super().forward(x)  # promotes dtypes or broadcasts
         epsilon = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         return functional.rms_norm(x, self.weight.shape, self.weight, epsilon)
 
@@ -81,7 +81,7 @@ def is_root_mean_square(module: nn.Module, epsilon: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     width = module.weight.numel()
     rows = torch.randn(3, 4, width, generator=generator)
-    rows[0] *= epsilon**0.5  # epsilon counts
+    rows[0] *= epsilon**0.5  # small inputs, for which epsilon matters
     rows[1] *= 100.0
     weight = torch.randn(width, generator=generator)
     upstream = torch.randn(rows.shape, generator=generator)
@@ -97,7 +97,7 @@ def is_root_mean_square(module: nn.Module, epsilon: float) -> bool:
         weight.requires_grad_()
         try:
             expected = results(partial(type(module).forward, probe), probe.weight)
-        except Exception:  # a formula of another kind
+        except Exception:  # another formula
             return False
         fused = results(lambda x: functional.rms_norm(x, (width,), weight, epsilon), weight)
     return all(_near(a, b) for a, b in zip(fused, expected, strict=True))

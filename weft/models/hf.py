@@ -1,4 +1,4 @@
-"""transformers' internals. No other file uses them, except hf_processor.py, hf_video.py and hf_template.py;
+"""Wraps transformers' internals. Only this file, hf_processor.py, hf_video.py and hf_template.py use them;
 tests/models/test_hf_contract.py checks their signatures.
 
 Internal symbols used, all checked on transformers 5.17 to 5.19:
@@ -84,15 +84,15 @@ from weft.ops import attention
 from weft.ops.tower_attention import attend_in_tower
 from weft.terminal import counted
 
-# transformers' progress bars and advice would bury weft's own report.
+# transformers' progress bars and advice would hide weft's report.
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-# Regularisers, which would make the loss depend on the cut.
+# Regularisers, which would make the loss depend on how a step is split.
 _NOISE_KEY = re.compile(r"(dropout|_pdrop|drop_rate|layerdrop|jitter)")
 
 
-# transformers passes bounds of images only to implementations with "flash" in their name; it calls others per image.
+# transformers passes image boundaries only to implementations with "flash" in their name; it calls others per image.
 _TOWER = "weft_tower_flash"
 
 
@@ -112,7 +112,7 @@ def register_kernels(*, traced: bool = True) -> None:
     """Register weft's attention as `weft_auto`, `weft_per_document`, ... May be called again.
 
     traced: False hides attention from torch.compile, because document lengths differ in every row; kernels that are
-    compiled themselves (flex) stay compiled. It stays hidden in this process, for the layers that were compiled.
+    compiled separately (flex) stay compiled. Attention stays hidden in this process, for the layers already compiled.
     """
     global _hidden
     _hidden = _hidden or not traced
@@ -125,15 +125,15 @@ def register_kernels(*, traced: bool = True) -> None:
 
 def import_architectures(modules: Iterable[str], path: str, key: str = "model.imports") -> None:
     """Import the user's modules that register architectures with transformers' Auto classes, before the config of the
-    model at `path` is read. key: where the modules are named, for messages. Raises UserError if a module cannot be
-    imported, or lies in the model's folder, whose code is never run."""
+    model at `path` is read. key: the config key that names the modules, for messages. Raises UserError if a module
+    cannot be imported, or is in the model's folder, whose code weft never runs."""
     for name in modules:
         folder = Path(path).resolve()
         origin = module_file(name) if Path(path).is_dir() else None
         if origin is not None and origin.resolve().is_relative_to(folder):
             raise UserError(
-                f"{key}: {name} is {origin}, in the model's folder, and weft runs no code that comes with a model. If "
-                "you have read it and want it, move it to a folder of your own, and name that in PYTHONPATH."
+                f"{key}: {name} is {origin}, in the model's folder, but weft runs no code that comes with a model. If "
+                "you trust the code, move it to another folder, and add that folder to PYTHONPATH."
             )
         import_module(name, key)
 
@@ -156,17 +156,15 @@ def read_config(path: str) -> PretrainedConfig:
             raise refusal from error
         if missing := re.search("module 'torch' has no attribute '(.*?)'", str(error)):
             raise UserError(
-                f"model.path: {path}: config.json: dtype is {missing[1]!r}, and torch has no such dtype: write "
+                f"model.path: {path}: config.json: dtype is {missing[1]!r}, but torch has no such dtype. Write "
                 "float32, bfloat16 or float16, or remove it."
             ) from error
-        advice = " If it is your own, name the module that registers it in model.imports (weft chat, export, merge: "
+        advice = " If it is your own, set model.imports to the module that registers it (weft chat, export, merge: "
         hint = f"{advice}--import)." if "does not recognize this architecture" in str(error) else ""
         raise UserError(f"model.path: cannot read a model config from {path!r}: {first_line(error)}.{hint}") from error
     named = config.architectures
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
-        raise UserError(
-            f"model.path: {path}: config.json: architectures is {named!r:.80}, not a list of classes' names."
-        )
+        raise UserError(f"model.path: {path}: config.json: architectures is {named!r:.80}, not a list of class names.")
     if not isinstance(text := config.get_text_config(), PretrainedConfig):
         raise UserError(f"model.path: {path}: config.json: the config of its text is {text!r:.80}, not an object.")
     check_counts(config.to_dict(), path)
@@ -178,7 +176,7 @@ def vocabulary_size(path: str) -> int:
     size = getattr(read_config(path).get_text_config(), "vocab_size", None)
     if type(size) is not int or size < 1:
         raise UserError(
-            f"model.path: {path}: config.json: vocab_size is {size!r:.80}, not a number of tokens: is it a language "
+            f"model.path: {path}: config.json: vocab_size is {size!r:.80}, not a number of tokens. Is it a language "
             "model?"
         )
     return size
@@ -219,12 +217,12 @@ def _with_sub_configs(config: PretrainedConfig) -> Iterable[PretrainedConfig]:
 
 
 def uses_attention_interface(config: PretrainedConfig) -> bool:
-    """Whether the family's attention is chosen by name, so that weft's can stand in for it."""
+    """Whether the family selects attention by name, so that weft's can replace it."""
     return bool(model_class(config)._supports_attention_backend)
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that config.architectures names, or the family's causal LM. Raises UserError if transformers has none.
+    """The class in config.architectures, or the family's causal LM. Raises UserError if transformers has neither.
 
     AutoModelForCausalLM would drop the vision tower of some families.
     """
@@ -237,7 +235,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         if mapped is None:
             raise UserError(
-                f"model.path: config.json names no `architectures` and transformers {transformers.__version__} has no "
+                f"model.path: config.json has no `architectures`, and transformers {transformers.__version__} has no "
                 f"causal LM for model_type {config.model_type!r}. Add the class name to `architectures`."
             )
         names = [mapped] if isinstance(mapped, str) else [mapped[0]]
@@ -245,8 +243,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     if not (isinstance(model_type, type) and issubclass(model_type, PreTrainedModel)):
         raise UserError(
             f"model.path: transformers {transformers.__version__} has no model {names[0]!r} (config.architectures). "
-            "weft trains classes that transformers ships, and those that you register in a module of model.imports "
-            "(AutoModelForCausalLM.register); it never runs code that comes with a model."
+            "weft trains transformers' classes and the classes that a module of model.imports registers "
+            "(AutoModelForCausalLM.register). It never runs code that comes with a model."
         )
     return model_type
 
@@ -262,7 +260,7 @@ def classifies(config: PretrainedConfig) -> bool:
 
 
 def peft_task(config: PretrainedConfig) -> str:
-    """peft's name for what a model of this config does."""
+    """peft's name for the task of a model with this config."""
     named = (config.architectures or [""])[0]
     tasks = {"sequence": "SEQ_CLS", "token": "TOKEN_CLS"}
     return next((tasks[task] for task, end in _CLASSIFIES.items() if named.endswith(end)), "CAUSAL_LM")
@@ -273,7 +271,7 @@ def with_logits(config: PretrainedConfig) -> PretrainedConfig:
     if not classifies(config):
         return config
     logits = copy.deepcopy(config)
-    # model_class finds it; a causal LM has no vision tower in some families.
+    # model_class uses it; in some families a causal LM has no vision tower.
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     logits.architectures = [whole] if whole is not None else None
     return logits
@@ -282,22 +280,22 @@ def with_logits(config: PretrainedConfig) -> PretrainedConfig:
 def with_scores(
     config: PretrainedConfig, labels: int = 1, task: ScoreTask = "either", pad: int | None = None
 ) -> PretrainedConfig:
-    """A copy whose architecture has `labels` outputs per token: the config's own classifier, or its family's.
+    """A copy whose architecture has `labels` outputs per token: the classifier of the config, or of its family.
 
-    pad: the pad_token_id of a config without one. task: of the class; `either` keeps a classifier of both kinds, and
-    makes one for sequences. Raises UserError if transformers has none, or the config's classifier is of another kind or
-    has another number of labels.
+    pad: pad_token_id for a config without it. task: of the class; `either` keeps a classifier of either kind, and
+    otherwise selects a classifier of sequences. Raises UserError if transformers has none, or if the config's
+    classifier has another task or number of labels.
     """
     scores, named = copy.deepcopy(config), (config.architectures or [""])[0]
     text = scores.get_text_config()
     text.pad_token_id = pad if text.pad_token_id is None else text.pad_token_id
     if classifies(config):
         if task != "either" and not named.endswith(_CLASSIFIES[task]):
-            raise UserError(f"model.path: it is a {named}, and this run needs a model {_CLASSIFIES[task]}.")
+            raise UserError(f"model.path: it is a {named}, but this run needs a model {_CLASSIFIES[task]}.")
         if config.num_labels != labels:
             raise UserError(
-                f"model.path: {named} has {counted(config.num_labels, 'label')}, and this run needs {labels}: name the "
-                "model that it was made from, or one with as many."
+                f"model.path: {named} has {counted(config.num_labels, 'label')}, but this run needs {labels}. Set "
+                f"model.path to its base model, or to a model with {labels}."
             )
         return scores
     auto_class, names = (
@@ -311,7 +309,7 @@ def with_scores(
         kind = "token" if task == "token" else "sequence"
         raise UserError(
             f"model.path: transformers {transformers.__version__} has no {kind} classification for model_type "
-            f"{config.model_type!r}, so that no critic or reward model can be made of it: name a model of another "
+            f"{config.model_type!r}, so weft cannot build a critic or reward model from it. Use a model of another "
             f"family (qwen3, llama and gemma3 have one), or register a class with {auto_class.__name__} in a module of "
             "model.imports."
         )
@@ -320,8 +318,8 @@ def with_scores(
 
 
 def padding_id(path: str) -> int | None:
-    """The token that transformers takes for padding when it pools a classifier's scores: config.pad_token_id of the
-    model at `path`, or, if it has none, its tokenizer's."""
+    """The padding token that transformers uses when it pools a classifier's scores: config.pad_token_id of the model at
+    `path`, or, without it, the tokenizer's."""
     pad = read_config(path).get_text_config().pad_token_id
     if pad is None:
         with suppress(Exception):  # of any type: there is no tokenizer, or it cannot be read, which others report
@@ -345,7 +343,7 @@ def first_linear(model: PreTrainedModel, outputs: int, inputs: int, seed: int) -
 
 
 def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:
-    """A model with transformers' own initial weights, drawn from `seed`: equal on every rank."""
+    """A model with transformers' initial weights, drawn from `seed`, equal on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _from_config(config, dtype, attention)
@@ -370,7 +368,7 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | 
 
 
 def keep_in_inference_mode(model: nn.Module, model_type: str) -> None:
-    """Take the modules that a family never has in training mode out of it."""
+    """Keep the modules in inference mode that a family never has in training mode."""
     settled = family_of(model_type).in_inference_mode
     for module in model.modules() if settled else ():
         if type(module).__name__ in settled:
@@ -378,10 +376,11 @@ def keep_in_inference_mode(model: nn.Module, model_type: str) -> None:
 
 
 def set_attention(model: PreTrainedModel, chosen: str) -> None:
-    """Switch a built model to an attention implementation. weft's implementations serve the text part only, because
-    images have no document bounds. A vision tower whose images lie end to end gets `weft_tower_flash`, others sdpa.
+    """Switch a built model to an attention implementation. weft's implementations apply only to the text part, because
+    images have no sequence boundaries. A vision tower with concatenated images gets `weft_tower_flash`, others sdpa.
 
-    The model must be built: earlier, transformers would look for a package named like the tower's implementation.
+    The model must already be built: before that, transformers would search a package with the name of the tower's
+    implementation.
     """
     has_bounds = chosen != f"weft_{attention.EXACT}" and any(_has_bounds(module) for module in _tower(model))
     model.set_attn_implementation(_by_part(model.config, chosen, _TOWER if has_bounds else "sdpa"))
@@ -395,21 +394,21 @@ def _by_part(config: PretrainedConfig, chosen: str, tower: str) -> str | dict[st
 
 
 def _tower(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Modules of the vision tower that hold its config."""
+    """Modules of the vision tower that have its config."""
     config = getattr(model.config, "vision_config", None)
     return (module for module in model.modules() if config is not None and getattr(module, "config", None) is config)
 
 
 def _has_bounds(module: nn.Module) -> bool:
-    """Whether a tower's attention passes the bounds of images to flash kernels."""
+    """Whether a tower's attention passes the boundaries of images to flash kernels."""
     family = sys.modules[type(module).__module__]
     return hasattr(family, "is_flash_attention_requested") and accepts_by_name(module, "cu_seqlens")
 
 
 def enable_recompute(model: PreTrainedModel, run: Callable[..., Any]) -> None:
-    """Let each decoder layer, and each layer of a vision tower, run as run(layer, *args), with the same forward
-    arguments in backward as in forward (the bounds)."""
-    if hasattr(model, "activation_checkpointing_enable"):  # its newer name
+    """Make each decoder layer, and each layer of a vision tower, run as run(layer, *args), with the same forward
+    arguments (the bounds) in backward as in forward."""
+    if hasattr(model, "activation_checkpointing_enable"):  # its name in newer versions
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -419,12 +418,12 @@ def enable_recompute(model: PreTrainedModel, run: Callable[..., Any]) -> None:
 
 
 def run_by(layer: nn.Module, run: Callable[..., Any]) -> None:
-    """Let a layer, but not the layers in it, run as run(layer, *args) after `enable_recompute`."""
+    """After `enable_recompute`, make a layer, but not the layers in it, run as run(layer, *args)."""
     layer._gradient_checkpointing_func = run
 
 
 def store_everything(layer: nn.Module) -> None:
-    """Let a layer, and the layers in it, store everything for backward after `enable_recompute`."""
+    """After `enable_recompute`, make a layer, and the layers in it, store all activations for backward."""
     for module in layer.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
@@ -437,8 +436,8 @@ def has_auxiliary_loss(model: PreTrainedModel) -> bool:
 
 
 def record_outputs(base: nn.Module) -> None:
-    """Hook all modules whose outputs transformers can record, such as router logits. transformers itself would hook in
-    the first forward, and only the modules that the model has then."""
+    """Hook all modules whose outputs transformers can record, such as router logits. Without this, transformers would
+    add the hooks in the first forward, and only to modules that the model has then."""
     install_all_output_capturing_hooks(base)
 
 
@@ -461,7 +460,7 @@ def choose_rules(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def runtime_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Checkpoint name -> name in the model, for tensors that are renamed at most."""
+    """Checkpoint name -> name in the model, for tensors that are at most renamed."""
     renamings, converters = _by_kind(get_model_conversion_mapping(model))
     shapes, names_by_checkpoint_name = model.state_dict(), {}
     for name in names:
@@ -486,7 +485,7 @@ def run_rules_backwards(model: PreTrainedModel, tensors: Mapping[str, Any]) -> d
 
 
 def unused_patterns(model: PreTrainedModel) -> list[str]:
-    """Patterns of tensor names that the family's checkpoints hold and its class lacks (old tables, other towers)."""
+    """Patterns of tensor names that are in the family's checkpoints but not in its class (old tables, other towers)."""
     return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
 
 
@@ -495,17 +494,17 @@ _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 
 def draft_layers(config: PretrainedConfig) -> int:
-    """The number of layers for multi-token prediction that the config has, 0 for none."""
+    """The number of layers for multi-token prediction in the config; 0 for none."""
     text = config.get_text_config()
     counts = [getattr(text, key, None) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
     return max(count if isinstance(count, int) else 0 for count in counts)
 
 
 def draft_names(unused: Sequence[str], config: PretrainedConfig) -> list[str]:
-    """Names of tensors of layers for multi-token prediction, from which engines draft.
+    """Names of tensors of layers for multi-token prediction, with which engines draft.
 
     unused: tensors in the files that the model's class lacks. Qwen, Nemotron and MiMo name these layers `mtp`. DeepSeek
-    and GLM number them on from the last layer; their eh_proj tells them from layers that the config forgets.
+    and GLM continue the numbers after the last layer; eh_proj distinguishes them from layers that the config omits.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     numbers = {name: int(match[1]) for name in unused if (match := _LAYER.match(name))}
@@ -514,20 +513,21 @@ def draft_names(unused: Sequence[str], config: PretrainedConfig) -> list[str]:
 
 
 def untie(model: PreTrainedModel, name: str) -> None:
-    """Give a tied parameter, still on meta, a tensor of its own."""
+    """Give a tied parameter, still on meta, a separate tensor."""
     owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).detach().clone()))
     model.all_tied_weights_keys.pop(name)
 
 
 def rebuild_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint holds (rotary tables, embedding scales); the state dict is left alone."""
+    """Compute the buffers that no checkpoint contains (rotary tables, embedding scales); the state dict does not
+    change."""
     for module in model.modules():
-        # Modules without weights that transformers would fill: those of quantised layers are bytes.
+        # Skip modules without weights to initialise: quantised layers store bytes.
         module._is_hf_initialized = any(not p.is_floating_point() for p in module.parameters(recurse=False))
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
-    with warnings.catch_warnings():  # recurrent_gemma draws values for DTensors, too, and discards them
+    with warnings.catch_warnings():  # recurrent_gemma also draws values for DTensors, and discards them
         warnings.filterwarnings("ignore", message="DTensor random operators")
         model.initialize_weights()
 
@@ -559,13 +559,13 @@ def recomputes(module: nn.Module) -> bool:
 
 
 def takes_one_argument(module: nn.Module) -> bool:
-    """Whether the module's forward takes one argument that has no default, and no others by position."""
+    """Whether the module's forward accepts one argument without a default, and no others by position."""
     parameters = inspect.signature(module.forward).parameters.values()
     return [p.kind for p in parameters if p.default is p.empty] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def accepts(module: nn.Module, argument: str) -> bool:
-    """Whether the module's forward takes this argument, by name or as **kwargs."""
+    """Whether the module's forward accepts this argument, by name or as **kwargs."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -577,8 +577,8 @@ _EXPERTS_FUNCTION = "weft_experts"
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether the module computes W x + b and nothing else. Subclasses with a forward of their own (routers) do not
-    count, except Falcon's, whose code is the same."""
+    """Whether the module computes only W x + b. Subclasses with another forward (routers) do not count, except
+    Falcon's, whose code is the same."""
     return type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
 
 
@@ -635,7 +635,7 @@ class _AsDouble(TorchFunctionMode):
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Inside, casts to fp32 in a family's code become casts to fp64, for a model in fp64."""
+    """A context in which casts to fp32 in a family's code become casts to fp64, for a model in fp64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -659,7 +659,7 @@ def cache_argument(base: nn.Module) -> str:
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether a DynamicCache, with the kinds of layers that RowCache handles, holds all state of generation."""
+    """Whether a DynamicCache, with the kinds of layers that RowCache handles, contains all state of generation."""
     if not model._supports_default_dynamic_cache():
         return False
     config = model.config.get_text_config()
@@ -667,9 +667,10 @@ def takes_dynamic_cache(model: PreTrainedModel) -> bool:
 
 
 class RowCache(DynamicCache):
-    """A cache that stores recurrent and convolutional states, and leaves keys and values to a callback.
+    """A cache that stores recurrent and convolutional states, and passes keys and values to a callback.
 
-    hold(layer, keys, values): gets the keys and values that a layer computed, [B, K, T, D]; returns those to attend to.
+    hold(layer, keys, values): receives the keys and values that a layer computed, [B, K, T, D]; returns the keys and
+    values for attention.
     """
 
     def __init__(self, config: PretrainedConfig, hold: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -697,6 +698,6 @@ class RowCache(DynamicCache):
             states[number] = torch.cat([states[number], other_states[number]])
 
     def _states(self) -> list[tuple[dict[int, Tensor], int]]:
-        """(dict that holds a layer's states, key in it) for every state."""
+        """(dict with a layer's states, key in it) for every state."""
         pairs = [(layer.conv_states, layer.recurrent_states) for layer in self.layers if hasattr(layer, "conv_states")]
         return [(states, n) for pair in pairs for states in pair for n, state in states.items() if state is not None]

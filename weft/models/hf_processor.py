@@ -1,5 +1,5 @@
-"""transformers' internals (see hf.py) that turn images into model inputs: its processors, used unchanged. For videos
-see hf_video.py.
+"""transformers' internals (see hf.py) that convert images to model inputs: its processors, unchanged. For videos see
+hf_video.py.
 
 Used, checked on transformers 5.17 to 5.19:
 - ProcessorMixin.{get_attributes, _get_arguments_from_pretrained, check_argument_for_proper_class, image_token,
@@ -12,8 +12,8 @@ Used, checked on transformers 5.17 to 5.19:
   is a length
 - models.auto.processing_auto.PROCESSOR_MAPPING_NAMES; .configuration_auto.model_type_to_module_name; utils.cached_file
 
-Video processors need torchvision, whose registry build is for CUDA and breaks beside a CPU build of torch. Without
-torchvision, processors are made without a video processor, and transformers' PIL-backed classes process images.
+Video processors need torchvision, whose registry build is for CUDA and fails with a CPU build of torch. Without
+torchvision, processors are created without a video processor, and transformers' PIL-backed classes process images.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]  # height, width
 
-# Outputs of a processor that are no inputs of the vision tower.
+# Outputs of a processor that are not inputs of the vision tower.
 _OF_TEXT = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "position_ids")
 )
@@ -60,8 +60,8 @@ _TRIED = ((40, 60), (100, 17), (230, 300))
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The images and videos of a document, as text and as work of the vision tower. texts: for each, the text that
-    replaces its placeholder. patches: positions that the tower forwards, in all. pairs: pairs of positions of the same
+    """The images and videos of a document, as text and as input of the vision tower. texts: for each, the text that
+    replaces its placeholder. patches: total positions that the tower forwards. pairs: pairs of positions of the same
     image or frame."""
 
     texts: tuple[str, ...]
@@ -71,8 +71,8 @@ class Layout:
 
 class ImageProcessor:
     """A model's processor. kind: name of its class. placeholder, video_placeholder: text that the chat template writes
-    for an image, and for a video; "" if weft does not read the model's videos. marks: texts that stand for images and
-    videos; no other text may contain them. template: the processor's own chat template, if any."""
+    for an image, and for a video; "" if weft does not read the model's videos. marks: texts that represent images and
+    videos; no other text may contain them. template: the processor's chat template, if any."""
 
     def __init__(self, processor: Any, patch_size: int, frames: Frames | None = None) -> None:
         """frames: settings for videos; None if weft does not read the model's videos."""
@@ -92,7 +92,7 @@ class ImageProcessor:
 
     @property
     def settings(self) -> str:
-        """All settings that texts and inputs depend on, as JSON."""
+        """All settings that affect texts and inputs, as JSON."""
         attributes = {
             name: value for name, value in vars(self._processor).items() if isinstance(value, int | str | float)
         }
@@ -108,8 +108,8 @@ class ImageProcessor:
         return json.dumps(settings, sort_keys=True, default=str)
 
     def files(self, path: str) -> dict[str, str]:
-        """File name -> text of the processor's files at `path`, with this processor's pixel limits, so that serving
-        processes images and frames as training did."""
+        """File name -> text of the processor's files at `path`, with this processor's pixel limits, so that a server
+        processes images and frames as in training."""
         size = {name: value for name, value in dict(self._processor.image_processor.size).items() if value is not None}
         files = dict[str, dict[str, Any]]()
         for name in ("preprocessor_config.json", "processor_config.json"):
@@ -122,7 +122,7 @@ class ImageProcessor:
                 if key in settings:
                     settings[key] = size[edge]
             files[name] = content
-        if self._frames is not None:  # without settings of its own, a video processor uses the image processor's
+        if self._frames is not None:  # without separate settings, a video processor uses the image processor's
             settings = self._frames.file(settings_file(lambda name: _read_file(path, name)))
             nested = files.get("processor_config.json", {})
             target = nested if "video_processor" in nested else files
@@ -130,7 +130,7 @@ class ImageProcessor:
         return {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
 
     def _layout(self, shapes: tuple[Shape, ...]) -> Layout:
-        """The layout of images and videos of these shapes. Passes on the processor's error for a size it refuses."""
+        """The layout of images and videos of these shapes. Raises the processor's error for a size that it refuses."""
         if self._images_are_independent and len(shapes) > 1:
             layouts = [self.layout((shape,)) for shape in shapes]
             patches, pairs = sum(layout.patches for layout in layouts), sum(layout.pairs for layout in layouts)
@@ -152,14 +152,14 @@ class ImageProcessor:
         return self._frames.resizing(shape[0], shape[1], shape[2].num_frames)
 
     def _counted(self, size: Size) -> Layout:
-        """The layout of one image, from the processor's own count of patches: tens of milliseconds faster than
-        `_processed`. Used only if both agree on the sizes of _TRIED."""
+        """The layout of an image, from the processor's count of patches: tens of milliseconds faster than `_processed`.
+        Used only if both agree on the sizes of _TRIED."""
         patches = int(self._processor.image_processor.get_number_of_image_patches(*size))
         grid = {"image_grid_thw": np.array([[1, 1, patches]])}
         return Layout((str(self._processor.replace_image_token(grid, 0)),), patches, patches**2)
 
     def _processed(self, sizes: tuple[Size, ...]) -> Layout:
-        """The layout of images of these sizes, from processing blank ones."""
+        """The layout of images of these sizes, from processing blank images."""
         from PIL import Image
 
         blank = [Image.new("RGB", (width, height)) for height, width in sizes]
@@ -172,7 +172,7 @@ class ImageProcessor:
 
     @property
     def _images_are_independent(self) -> bool:
-        """Whether each image becomes rows of patches of its own, independent of the document's other images."""
+        """Whether each image becomes separate rows of patches, independent of the document's other images."""
         return "image_grid_thw" in self._processor.image_processor.model_input_names
 
     def inputs(
@@ -180,7 +180,7 @@ class ImageProcessor:
     ) -> tuple[dict[str, Any], int]:
         """(model inputs for a document's images and videos in order, tensors by name; their number of patches).
 
-        images: PIL images. videos: (resized frames, which frames they are) of each.
+        images: PIL images. videos: for each, (resized frames, their Clip).
         """
         out = self._call(images, return_tensors="pt") if images else {}
         import torch
@@ -205,8 +205,8 @@ class ImageProcessor:
         return self._processor(text=[text], images=list(images), **options)
 
     def _patches_per_image(self, out: Mapping[str, Any]) -> list[int]:
-        """Patches that the tower forwards, of each image: from grids, or from images [..., channels, height, width], of
-        which a large image may have several."""
+        """Number of patches that the tower forwards for each image: from grids, or from tensors [..., channels, height,
+        width], of which a large image may have several."""
         if "image_grid_thw" in out:
             return [height * width for time, height, width in out["image_grid_thw"].tolist() for _ in range(time)]
         shape = tuple(out["pixel_values"].shape)
@@ -243,8 +243,8 @@ def load_processor(
             raise refusal from error
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"model.path: the image processor of {path} cannot be made: {reason.rstrip('.')}. It needs "
-            "preprocessor_config.json (and processor_config.json, if the model has one) beside config.json."
+            f"model.path: the image processor of {path} cannot be created: {reason.rstrip('.')}. It needs "
+            "preprocessor_config.json (and processor_config.json, if the model has one) next to config.json."
         ) from error
     if getattr(processor, "image_token", None) is None:
         raise UserError(
@@ -253,8 +253,8 @@ def load_processor(
     _set_pixels(processor, pixels)
     if video and frames is None:
         raise UserError(
-            f"data.video: weft does not know how {type(processor).__name__} of model.path reads videos (known: "
-            f"{', '.join(VIDEO_PROCESSORS)}): leave it out."
+            f"data.video: weft does not support the video input of {type(processor).__name__} of model.path "
+            f"(supported: {', '.join(VIDEO_PROCESSORS)}). Remove this key."
         )
     if frames is not None:
         frames = processor.video_processor = frames.limited(video or {})
@@ -263,7 +263,7 @@ def load_processor(
 
 
 def _class_of(path: str, family: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The family's processor class, changed to take this tokenizer, and to have a video processor only if it needs one
+    """The family's processor class, changed to use this tokenizer, and to have a video processor only if it needs one
     and torchvision is installed."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -341,8 +341,8 @@ def _has(model: str) -> bool:
 
 @contextmanager
 def _without_torchvision(module: str, name: str) -> Iterator[None]:
-    """Inside, imports of a family's torchvision-backed image processor give the PIL-backed one, which has the same
-    functions. Some processors (pixtral) import it."""
+    """A context in which imports of a family's torchvision-backed image processor return the PIL-backed class, which
+    has the same functions. Some processors (pixtral) import it."""
     torchvision_module, pil_module = f"{module}.image_processing_{name}", f"{module}.image_processing_pil_{name}"
     if find_spec("torchvision") is not None or torchvision_module in sys.modules or find_spec(pil_module) is None:
         yield
@@ -361,15 +361,15 @@ def check_torchvision() -> None:
         return
     try:
         importlib.import_module("torchvision")
-    except Exception as error:  # of another build: RuntimeError, OSError, ImportError
+    except Exception as error:  # torchvision of another build raises RuntimeError, OSError or ImportError
         raise UserError(
-            f"model.path: images are processed by torchvision where it is installed, and this one does not work beside "
-            f"torch ({first_line(error)}): install the build that belongs to torch, or remove it, and Pillow serves."
+            "model.path: the installed torchvision, which processes images, does not work with this torch "
+            f"({first_line(error)}). Install the build for this torch, or uninstall torchvision to use Pillow."
         ) from error
 
 
 def _set_pixels(processor: Any, pixels: Mapping[str, int]) -> None:
-    """Set the image processor's own limits from data.image_pixels. Raises UserError if it has no such limits."""
+    """Set the image processor's limits from data.image_pixels. Raises UserError if it has no such limits."""
     if not pixels:
         return
     images = processor.image_processor
@@ -388,7 +388,7 @@ def _set_pixels(processor: Any, pixels: Mapping[str, int]) -> None:
     size |= {name: value for name, value in limits.items() if value is not None}
     if size.get("shortest_edge", 0) > size["longest_edge"]:
         raise UserError(
-            f"data.image_pixels: the least ({size['shortest_edge']:,}) is above the most ({size['longest_edge']:,}) of "
-            f"{type(images).__name__}: set both."
+            f"data.image_pixels: min ({size['shortest_edge']:,}) is above max ({size['longest_edge']:,}) of "
+            f"{type(images).__name__}. Set both."
         )
     images.size = type(images.size)(**size) if not isinstance(images.size, dict) else size

@@ -20,4 +20,4 @@ _numbers = itertools.count()
 def environment() -> Any:
     """A new jinja2 environment for chat templates: transformers' sandbox with its filters, its globals, and its
     activate_tracker, which records where generation markers are."""
-    return _compile_jinja_template(f"{{# {next(_numbers)} #}}").environment  # transformers caches one per text
+    return _compile_jinja_template(f"{{# {next(_numbers)} #}}").environment  # transformers caches it by text

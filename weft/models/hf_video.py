@@ -1,8 +1,8 @@
-"""transformers' internals (see hf.py) that turn the frames of a video into model inputs.
+"""transformers' internals (see hf.py) that convert the frames of a video to model inputs.
 
-transformers' video processors import torchvision, whose registry build is for CUDA and breaks beside a CPU build of
-torch. So this file computes what two of them compute, from their settings, with Pillow and the model's own image
-processor, which cuts frames into the same patches. Pillow resizes frames even if torchvision is installed.
+transformers' video processors import torchvision, whose registry build is for CUDA and fails with a CPU build of torch.
+So this file reimplements two of them, from their settings, with Pillow and the model's image processor, which splits
+frames into the same patches. Pillow resizes frames even if torchvision is installed.
 
 Used, checked on transformers 5.19 and 5.23:
 - of processors .replace_video_token(video_inputs, video_idx): it reads video_grid_thw and, of video_metadata, fps and
@@ -91,13 +91,13 @@ class Frames:
         max_pixels = int(pixels.get("max_pixels", self.longest_edge))
         if min_pixels > max_pixels:
             raise UserError(
-                f"data.video: min_pixels ({min_pixels:,}) is above max_pixels ({max_pixels:,}) of {self.kind}: set "
+                f"data.video: min_pixels ({min_pixels:,}) is above max_pixels ({max_pixels:,}) of {self.kind}. Set "
                 "both."
             )
         return replace(self, shortest_edge=min_pixels, longest_edge=max_pixels)
 
     def file(self, model_settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of video_preprocessor_config.json with these settings. model_settings: of the model's own files."""
+        """Content of video_preprocessor_config.json with these settings. model_settings: from the model's files."""
         other_settings = {name: value for name, value in model_settings.items() if name not in _OF_IMAGES}
         settings = asdict(self)
         size = {name: settings.pop(name) for name in ("shortest_edge", "longest_edge")}
@@ -124,8 +124,8 @@ def settings_file(read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
 
 
 def video_settings(processor: str, settings: Mapping[str, Any]) -> Frames | None:
-    """The video processor's settings for a processor of this class; None if weft does not know the class, or the
-    settings in `settings` are of a kind it does not know. settings: as settings_file returns them."""
+    """The video processor's settings for a processor of this class; None if weft does not support the class or these
+    settings. settings: from settings_file."""
     default = VIDEO_PROCESSORS.get(processor)
     if default is None:
         return None

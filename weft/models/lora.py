@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): which parts of a model are adapted, and the adapters themselves.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): selects the adapted parts of a model, and adds the adapters.
 
-An adapter is a child module `lora` of the layer it adapts, so that names, layout and loading of the base stay what they
-are without it. Its matrices have peft's shapes, so that parallel/shards/adapter_files.py has only names to change:
+An adapter is a child module `lora` of the layer that it adapts, so names, layout and loading of the base do not change.
+Its matrices have peft's shapes, so parallel/shards/adapter_files.py changes only names:
 
     linear layer          y = W x + s B A x              lora.A [r, in], lora.B [out, r]
     embedding             y = W[i] + s B A[:, i]         lora_embedding.A [r, V], lora_embedding.B [H, r]
@@ -10,9 +10,9 @@ are without it. Its matrices have peft's shapes, so that parallel/shards/adapter
 s is alpha / r, or alpha / sqrt(r) with rslora (Kalajdzievski 2023, arXiv:2312.03732). With dora, a linear layer has a
 third parameter, lora.magnitude [out] (models/low_rank.py).
 
-PiSSA (Meng et al. 2024, arXiv:2404.02948) and OLoRA (arXiv:2406.01775) begin with A0 and B0 made from W, and train
-W - s B0 A0 + s B A. Here W stays as it is, and A0 and -B0 are rows of A and columns of B that are not trained, so that
-an adapter is of rank 2 r and of the whole base: peft's conversion of such adapters, from the first step on.
+PiSSA (Meng et al. 2024, arXiv:2404.02948) and OLoRA (arXiv:2406.01775) compute A0 and B0 from W, and train W - s B0 A0
++ s B A. In weft, W does not change: A0 and -B0 are untrained rows of A and columns of B. So an adapter has rank 2 r and
+applies to the original base, as after peft's conversion of such adapters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Kind = Literal["linear", "embedding", "experts"]
 ALL_LINEAR = "all-linear"
 FROM_WEIGHTS = (*MOVES_BASE, "loftq")
 EMBEDDING = "lora_embedding"  # name of an embedding's adapter in its module
-# Families whose mixers read out_proj.weight and never call out_proj: an adapter would do nothing, and peft refuses it.
+# Families whose mixers read out_proj.weight but never call out_proj: an adapter would have no effect. peft refuses it.
 _READ_ONLY = (("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), "out_proj")
 
 
@@ -87,8 +87,8 @@ class Target:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Adapters of a model. trained: modules that are trained whole. path: adapter with the initial values, if any.
-    init: lora.init. frozen: how much of the rank is not trained."""
+    """Adapters of a model. trained: fully trained modules. path: adapter with the initial values, if any. init:
+    lora.init. frozen: the untrained part of the rank."""
 
     rank: int
     alpha: float
@@ -123,7 +123,7 @@ class LoraPlan:
 
 
 def samples_separate(lora: LoraConfig) -> bool:
-    """Whether weft's own engines keep adapters beside the base (lora.sampling)."""
+    """Whether weft's embedded engines store adapters separately from the base (lora.sampling)."""
     return lora.on and (lora.sampling == "separate" or (lora.sampling == "auto" and lora.base != "compute"))
 
 
@@ -144,8 +144,8 @@ def is_adapters(name: str) -> bool:
 
 
 def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
-    """The adapters that lora.rank, lora.targets and lora.modules_to_save describe. A head of scores is trained whole,
-    as peft does with task_type SEQ_CLS. Raises UserError if a name matches nothing."""
+    """The adapters that lora.rank, lora.targets and lora.modules_to_save describe. A head of scores is fully trained,
+    as in peft with task_type SEQ_CLS. Raises UserError if a name matches nothing."""
     assert config.rank is not None
     heads = [find_facts(model).head] if hf.classifies(model.config) else []
     trained = find_trained(model, [*config.modules_to_save, *heads])
@@ -155,9 +155,9 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
     for key, needs_linear in (("dora", config.dora), (f"init={config.init}", config.init in FROM_WEIGHTS)):
         if needs_linear and others:
             raise UserError(
-                f"lora.{key} is for linear layers of the decoder, and lora.targets names {others[0].name} "
-                f"({len(others)} such): leave these out of lora.targets, or set lora."
-                f"{'dora=false' if key == 'dora' else 'init=default'}."
+                f"lora.{key} supports only linear layers of the decoder, but lora.targets matches {others[0].name} "
+                f"({len(others)} such). Exclude these from lora.targets, or set "
+                f"lora.{'dora=false' if key == 'dora' else 'init=default'}."
             )
     rank, alpha, frozen = config.rank, 2.0 * config.rank if config.alpha is None else config.alpha, 0
     if config.init in MOVES_BASE:
@@ -166,7 +166,7 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
             raise UserError(
                 f"lora.init={config.init}: lora.rank is {rank}, more than the {widest} of a weight's sides."
             )
-        # As peft's conversion of such adapters, which keeps the scale.
+        # Same as peft's conversion of such adapters, which keeps the scale.
         rank, alpha, frozen = 2 * rank, alpha * (math.sqrt(2.0) if config.rslora else 2.0), rank
     return LoraPlan(
         rank, alpha, config.rslora, config.dropout, targets, trained, dora=config.dora, init=config.init, frozen=frozen
@@ -177,7 +177,7 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, Target]:
-    """Name -> target, for everything that can have an adapter, in the model's order."""
+    """Name -> target, for every weight that can have an adapter, in the model's order."""
     targets = {}
     for name, module in model.named_modules():
         for target in _targets_of(name, module, model):
@@ -209,9 +209,8 @@ def is_read_only(family: str, name: str) -> bool:
 
 
 def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Sequence[str] = ()) -> tuple[Target, ...]:
-    """The targets that the patterns name, in the model's order, except inside `trained`.
-
-    Raises UserError if a pattern matches nothing, or nothing that can be adapted.
+    """The targets that match the patterns, in the model's order, except inside `trained`. Raises UserError if a pattern
+    matches nothing that can be adapted.
     """
     candidates = adaptable(model)
     chosen: set[str] = set()
@@ -240,10 +239,10 @@ def _nothing_named(model: PreTrainedModel, pattern: str, candidates: Mapping[str
         return f"lora.targets: {pattern!r} matches nothing in this model{similar_names(pattern, near)}"
     inside = [name for name in candidates if name.startswith(f"{matches[0]}.")]
     if inside:
-        return f"lora.targets: {matches[0]} is no layer but holds some: write {pattern}.*, or name them."
+        return f"lora.targets: {matches[0]} is not a layer, but contains layers. Write {pattern}.*, or name the layers."
     return (
-        f"lora.targets: {matches[0]} cannot be adapted: adapters are for linear layers, the token embedding, and the "
-        "weights of fused experts. lora.modules_to_save trains a module whole."
+        f"lora.targets: {matches[0]} cannot be adapted. Adapters support linear layers, the token embedding, and the "
+        "weights of fused experts; lora.modules_to_save trains all parameters of a module."
     )
 
 
@@ -267,7 +266,7 @@ def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]
 
 
 def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple[str, ...]:
-    """Names of tied parameters that must be untied, because they or their owners are trained whole.
+    """Names of tied parameters that must be untied, because they or their owners are fully trained.
 
     merged: also parameters that are adapted, because merging the adapters makes them differ.
     """
@@ -298,16 +297,16 @@ def attach(module: nn.Module, plan: LoraPlan) -> None:
 
 
 def freeze_base(module: nn.Module, plan: LoraPlan) -> None:
-    """Set requires_grad: True for adapters and modules trained whole, False for the rest."""
+    """Set requires_grad: True for adapters and fully trained modules, False for all others."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(plan.trains(name))
 
 
 def first_values(name: str, shape: tuple[int, ...], seed: int, gaussian: int | None = None) -> Tensor:
-    """Initial values of an adapter's parameter, fp32, as in peft; drawn from the seed and the name alone.
+    """Initial values of an adapter's parameter, fp32, as in peft; they depend only on the seed and the name.
 
     A is uniform within 1 / sqrt(in), or normal with the deviation 1 / gaussian, and B is 0; for an embedding A is 0 and
-    B is normal. What is made from the base's weights (parallel/adapter_values.py) is 0 here.
+    B is normal. Values computed from the base's weights (parallel/adapter_values.py) are 0 here.
     """
     *_, holder, matrix = name.split(".")
     drawn = "B" if holder == EMBEDDING else "A"
@@ -324,8 +323,8 @@ def first_values(name: str, shape: tuple[int, ...], seed: int, gaussian: int | N
 
 
 def add_delta(weight: Tensor, target: Target, lora: LoraPlan, values: Mapping[str, Tensor]) -> Tensor:
-    """Add s B A to W in place and return it; fused experts each have their own A and B; with dora each output gets its
-    magnitude. values: of the target's adapter, by the names of LoraPlan.tensors. All are fp32."""
+    """Add s B A to W in place and return it. Fused experts have separate A and B; with dora, each output is scaled to
+    its magnitude. values: of the target's adapter, by the names of LoraPlan.tensors. All are fp32."""
     a, b, *magnitude = (values[name] for name in lora.tensors(target))
     if target.kind == "experts":
         a_Eri, b_orE = a.view(target.experts, lora.rank, -1), b.view(len(b), lora.rank, target.experts)
@@ -348,9 +347,9 @@ def describe(plan: LoraPlan, module: nn.Module, elements: Mapping[str, int]) -> 
     formula = "alpha / sqrt(rank)" if plan.rslora else "alpha / rank"
     origin = f", from {plan.path}" if plan.path is not None else ""
     if plan.init != "default":
-        origin += f", begun by {plan.init}"
+        origin += f", initialised by {plan.init}"
     if plan.frozen:
-        origin += f", of which {plan.frozen} hold the part of the base that the others began with, untrained"
+        origin += f", of which {plan.frozen} are untrained copies of the others' initial values"
     if plan.dora:
         origin += ", with magnitudes (DoRA)"
     lines = [
@@ -358,12 +357,13 @@ def describe(plan: LoraPlan, module: nn.Module, elements: Mapping[str, int]) -> 
         f"{origin}; {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
     ]
     if plan.trained:
-        lines.append(f"trained whole: {', '.join(plan.trained)}")
+        lines.append(f"fully trained: {', '.join(plan.trained)}")
     if any(hf.is_fused_experts(child) for child in module.modules()) and not plan.has_experts:
         targets = override("lora.targets", ["all-linear", "experts.*_proj"])
-        lines.append(f"its experts are not adapted: name them, as in {targets}")
+        lines.append(f"its experts are not adapted. To adapt them, name them, as in {targets}")
     if plan.dropout:
         lines.append(
-            f"dropout {plan.dropout:g}: each data rank draws masks for its own rows, so that results depend on the cut"
+            f"dropout {plan.dropout:g}: each data rank draws masks for its rows, so results depend on how a step is "
+            "split"
         )
     return lines

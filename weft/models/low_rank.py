@@ -1,5 +1,5 @@
-"""Low-rank additions to linear layers, embeddings and fused experts. The product B A is materialised for norms of DoRA
-alone, some rows at a time."""
+"""Low-rank additions to linear layers, embeddings and fused experts. The matmul B A is computed only for norms of DoRA,
+a block of rows at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from weft.models import hf
 from weft.models.quantised import QuantisedWeight
 
-_SLAB = 1 << 22  # elements of W + s B A at once
+_SLAB = 1 << 22  # elements of W + s B A in memory at a time
 
 
 class AdapterSwitch:
@@ -58,7 +58,7 @@ class LowRank(nn.Module):
         if dora:
             self.magnitude = nn.Parameter(torch.empty(b_shape[0], device=like.device, dtype=like.dtype))
         self.scale, self.dropout, self.switch, self.frozen = scale, dropout, switch, frozen
-        self.kept_norm: Tensor | None = None  # what norm() returns while neither W nor A and B change
+        self.kept_norm: Tensor | None = None  # cached result of norm() while W, A and B do not change
         self._inputs = a_shape[1]
         self._own_inputs: Callable[[Tensor], Tensor] | None = None
         self._sum: Callable[[Tensor], Tensor] | None = None
@@ -66,8 +66,8 @@ class LowRank(nn.Module):
     def divide(
         self, own_inputs: Callable[[Tensor], Tensor] | None, total: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Declare that A holds this rank's part of the inputs. own_inputs: [..., all inputs] -> [..., this rank's], to
-        cut a dropout mask over all inputs; None if masks are over this rank's inputs alone. total: the sum of a tensor
+        """Declare that A has this rank's part of the inputs. own_inputs: [..., all inputs] -> [..., this rank's], to
+        slice a dropout mask over all inputs; None if masks cover only this rank's inputs. total: the sum of a tensor
         over the ranks."""
         self._own_inputs, self._sum = own_inputs, total
 
@@ -79,8 +79,8 @@ class LowRank(nn.Module):
         return F.linear(x, _first_trained(self.A, self.frozen, 0)) * self.scale
 
     def _drop(self, x: Tensor) -> Tensor:
-        """Dropout. Ranks that divide the inputs draw the mask of all inputs and use their part, so that their random
-        states stay equal and the mask is the one that a single rank would draw."""
+        """Dropout. Ranks that divide the inputs draw the mask of all inputs and use their part, so their random states
+        stay equal and the mask is that of a single rank."""
         if self._own_inputs is None:
             return F.dropout(x, self.dropout)
         return x * self._own_inputs(F.dropout(x.new_ones(*x.shape[:-1], self._inputs), self.dropout))

@@ -1,11 +1,10 @@
-"""Kernels of causal-conv1d, flash-linear-attention (fla) and mamba-ssm that know where documents of a packed row begin,
-so that a mixer runs on the whole row at once; torch's code by documents (ops/by_document.py) stays the truth.
+"""Kernels of causal-conv1d, flash-linear-attention (fla) and mamba-ssm that accept sequence boundaries, so a mixer runs
+on a packed row at once. torch's code, document by document (ops/by_document.py), is the reference.
 
-transformers decides when it is imported which function a mixer calls: a package's, where it is installed, else torch's,
-which knows nothing of documents. The decorated function passes on only arguments that the chosen one has: a version
-without `seq_idx` would drop it silently. So this file inspects the decorated functions and requires the argument.
-Packages' functions need a GPU, whatever the tensors, and compile for minutes; `dispatch_by_device` lets them run there
-alone, and in 16 bits alone.
+At import, transformers selects the function that a mixer calls: a package's if installed, else torch's, which ignores
+documents. The decorated function passes on only the arguments that the selected function has: a version without
+`seq_idx` would drop it silently. So this file inspects the decorated functions and requires the argument. Packages'
+functions always need a GPU, and compile for minutes; `dispatch_by_device` runs them only on GPUs and in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from weft.ops.attention_call import Bounds
 
 DEVICES = ("cuda",)
-_DTYPES = (torch.bfloat16, torch.float16)  # in fp32 torch's code is the truth
+_DTYPES = (torch.bfloat16, torch.float16)  # in fp32, torch's code is the reference
 # Kernel -> (its package on PyPI, the argument with the beginnings of documents).
 KERNELS = {
     "causal_conv1d_fn": ("causal-conv1d", "seq_idx"),
@@ -32,14 +31,14 @@ KERNELS = {
     "chunk_kda": ("flash-linear-attention", "cu_seqlens"),
     "mamba_chunk_scan_combined": ("mamba-ssm", "seq_idx"),
 }
-# All kernels of a mixer that carry something from token to token. Others, as of Mamba 1, know no documents.
+# All kernels of a mixer that pass state from token to token. Others, as of Mamba 1, ignore documents.
 _MIXERS = (
     frozenset(("causal_conv1d_fn", "chunk_gated_delta_rule")),
     frozenset(("causal_conv1d_fn", "chunk_kda")),
     frozenset(("causal_conv1d_fn", "mamba_chunk_scan_combined")),
     frozenset(("causal_conv1d_fn",)),
 )
-# For single tokens of a generation, which a packed row never is.
+# For single tokens in generation, never for a packed row.
 _OF_TOKENS = frozenset(
     ("causal_conv1d_update", "selective_state_update", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
 )
@@ -52,8 +51,8 @@ TOLERANCES = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 
 @dataclass(frozen=True)
 class MixerKernels:
-    """The kernels of a class of mixers. packages: name and version of each. arguments: of the mixer's forward, by which
-    they learn of documents. missing: why the mixer runs document by document; "" if it need not."""
+    """The kernels of a class of mixers. packages: name and version of each. arguments: of the mixer's forward, with the
+    sequence boundaries. missing: the reason why the mixer runs document by document; "" if it does not."""
 
     packages: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
@@ -73,7 +72,7 @@ def functions_of(mixer: type[nn.Module]) -> dict[str, Any]:
 
 
 def kernels_of(mixer: type[nn.Module]) -> MixerKernels:
-    """The kernels that a class of mixers calls in this process; looked for once."""
+    """The kernels that a class of mixers calls in this process; searched once."""
     if mixer not in _KERNELS:
         _KERNELS[mixer] = _kernels_of(mixer)
     return _KERNELS[mixer]
@@ -88,7 +87,7 @@ def _kernels_of(mixer: type[nn.Module]) -> MixerKernels:
     chosen = choices_of(mixer)
     needed = chosen.keys() - _OF_TOKENS - FUSED
     if needed not in _MIXERS or (len(needed) == 1 and not mixer.__name__.endswith("ShortConv")):
-        return MixerKernels(missing="there are no kernels that know documents")
+        return MixerKernels(missing="no kernels accept sequence boundaries")
     packages = dict[str, None]()
     for name in sorted(needed):
         package, argument = KERNELS[name]
@@ -105,12 +104,12 @@ def _kernels_of(mixer: type[nn.Module]) -> MixerKernels:
     parameters = inspect.signature(forward).parameters
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if lacking := [name for name in arguments if not any_name and name not in parameters]:
-        return MixerKernels(missing=f"transformers' {mixer.__name__} takes no argument {lacking[0]}")
+        return MixerKernels(missing=f"transformers' {mixer.__name__} has no argument {lacking[0]}")
     return MixerKernels(tuple(packages), tuple(arguments))
 
 
 def describe_kernels(mixer: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """How the mixer runs packed rows computed in `dtype`, in words."""
+    """A description of how the mixer runs packed rows in `dtype`."""
     kernels = kernels_of(type(mixer))
     if device.type not in DEVICES:
         return "document by document"
@@ -122,7 +121,7 @@ def describe_kernels(mixer: nn.Module, device: torch.device, dtype: torch.dtype)
 
 
 def choice_of(function: Callable[..., Any]) -> Mapping[str, Any] | None:
-    """What transformers' decorator of functions with kernels has decided: names of its closure; None for other
+    """The choice of transformers' decorator for functions with kernels: names of its closure; None for other
     functions."""
     closure = inspect.getclosurevars(_inner(function)).nonlocals
     return (
@@ -156,8 +155,8 @@ def _version(package: str) -> str:
 
 
 def _documents(bounds: Bounds, device: torch.device) -> dict[str, Tensor]:
-    """Where documents begin, in the forms of the packages, computed once per row: the number of each token's document
-    ([1, T] int32), and cumulative lengths ([documents + 1] int64)."""
+    """Sequence boundaries in the packages' formats, computed once per row: the number of each token's document ([1, T]
+    int32), and cumulative lengths ([documents + 1] int64)."""
     if "mixer kernels" not in bounds.cache:
         lengths = torch.tensor(bounds.lengths)
         numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
@@ -185,8 +184,7 @@ def find_kernels(mixer: nn.Module, bounds: Bounds, hidden: Tensor) -> MixerKerne
 
 
 def trial_result(mixer: nn.Module, hidden: Tensor) -> str | None:
-    """Why a trial has found the kernels unfit for such hidden states; "" if it found them right, None if there was
-    none."""
+    """The error of the kernels in a trial with such hidden states; "" if they were correct, None without a trial."""
     return _TRIED.get((type(mixer), hidden.device.type, hidden.dtype))
 
 
@@ -197,15 +195,15 @@ def try_kernels(
     by_kernels: Callable[[], Tensor],
     by_documents: Callable[[], Tensor],
 ) -> str:
-    """Compare a row by kernels with the row document by document by torch, without gradients; "" if they agree, else
-    what is wrong. The result is remembered for such mixers of this process. Waits for the device."""
+    """Compare a row by kernels with the row document by document by torch, without gradients. Returns "" if they agree,
+    else the error. The result is cached for such mixers in this process. Synchronises with the device."""
     key = type(mixer), hidden.device.type, hidden.dtype
     with torch.no_grad():
         with by_torch():
             expected = by_documents().double()
         try:
             error = by_kernels().double() - expected
-        except Exception as failure:  # whatever a kernel raises on a device or for a shape that it lacks
+        except Exception as failure:  # kernels raise any exception for a device or shape that they do not support
             text = str(failure).strip().splitlines() or [""]
             _TRIED[key] = f"they do not run ({type(failure).__name__}: {text[0]})"
             return _TRIED[key]
@@ -222,7 +220,7 @@ _by_torch = False
 
 @contextmanager
 def by_torch() -> Iterator[None]:
-    """Inside, mixers call torch's functions, also on a GPU."""
+    """A context in which mixers call torch's functions, also on a GPU."""
     global _by_torch
     before, _by_torch = _by_torch, True
     try:
@@ -232,8 +230,8 @@ def by_torch() -> Iterator[None]:
 
 
 def dispatch_by_device(mixer: type[nn.Module]) -> None:
-    """Let this class of mixers call packages' functions on a GPU and in 16 bits alone; elsewhere, as in the checks of
-    small copies at the start and in fp32, torch's. Where no package is installed, nothing changes."""
+    """Make this class of mixers call packages' functions only on a GPU and in 16 bits; elsewhere, as in fp32 and in the
+    checks of small copies at the start, torch's functions. Without packages, nothing changes."""
     module = inspect.unwrap(mixer.forward).__globals__
     for name, function in functions_of(mixer).items():
         choice = choice_of(function)
@@ -254,7 +252,7 @@ def _dispatched(chosen: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_fused(mixer: type[nn.Module]) -> bool:
-    """Whether this class of mixers calls one of FUSED in training; looked for once."""
+    """Whether this class of mixers calls one of FUSED in training; searched once."""
     if mixer not in _FUSED:
         _FUSED[mixer] = not FUSED.isdisjoint(choices_of(mixer))
     return _FUSED[mixer]

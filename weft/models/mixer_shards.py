@@ -1,13 +1,14 @@
-"""How mixers that carry state are divided: by heads, groups of heads or channels, each of which has a state of its own.
+"""Divides mixers that carry state by heads, groups of heads or channels, each of which has a separate state.
 
 mesh.tp divides the weights of a mixer; ranks of mesh.cp that share documents divide its computation. A kind of mixer is
-recognised by the names of its children and parameters. Its division is data (MixerSpec): where heads lie in each
-projection, in the convolution and in per-head tensors; which attributes of the mixer count heads; which outputs inside
-it are sums over all heads. A mixer that no rule knows, or whose sizes a rule does not explain, is whole on every rank.
+recognised by the names of its children and parameters. Its division is data (MixerSpec): the positions of heads in each
+projection, in the convolution and in per-head tensors; the attributes of the mixer that count heads; the outputs inside
+it that are sums over all heads. A mixer without a rule, or whose sizes do not fit its rule, is replicated on every
+rank.
 
 A rank's part is a view of the mixer: a shallow copy with the same class and hooks, slices of the weights and buffers,
-and attributes that count this rank's heads, so that HuggingFace's own code runs on it. Its output is summed over the
-ranks that have the other parts. Under mesh.tp the weights are parts already; then only buffers and attributes are cut.
+and attributes that count this rank's heads, so HuggingFace's code runs on it. Its output is summed over the ranks with
+the other parts. Under mesh.tp the weights are already divided, so only buffers and attributes are sliced.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class MixerSpec:
     hidden_alone: bool = True
 
     def divides(self, ranks: int) -> bool:
-        """Whether every part divides over so many ranks."""
+        """Whether every part divides over this number of ranks."""
         parts = [part for spec in self.specs.values() for part in spec.segments]
         return all(divide_segment(part, ranks) is not None for part in [*parts, *self.norms.values()])
 
@@ -56,7 +57,7 @@ class MixerSpec:
 
 
 def find_mixer_spec(mixer: nn.Module) -> MixerSpec | None:
-    """The division of a mixer, from its own sizes; None if it is whole on every rank."""
+    """The division of a mixer, from its sizes; None if it is replicated on every rank."""
     names = {name for name, _ in mixer.named_children()} | {name for name, _ in mixer.named_parameters(recurse=False)}
     for needed, rule in _RULES.items():
         if names.issuperset(needed):
@@ -66,7 +67,7 @@ def find_mixer_spec(mixer: nn.Module) -> MixerSpec | None:
 
 
 def _explains(mixer: nn.Module, spec: MixerSpec) -> bool:
-    """Whether the parts of each divided tensor add up to all of it."""
+    """Whether the parts of each divided tensor add up to the full tensor."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
     return all(
         sum(p.size for p in s.segments) == tensors[n].shape[s.dim] for n, s in spec.specs.items() if s.dim is not None
@@ -86,7 +87,7 @@ def _style(
     hidden_alone: bool = True,
 ) -> MixerSpec:
     """output: the layer that reads `inner`. parts: layer or tensor -> the parts of its outputs. dims: the divided
-    dimension of tensors, where it is not the first. Names that the mixer lacks are left out."""
+    dimension of tensors, if it is not the first. Names that the mixer lacks are omitted."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
     specs = {f"{output}.weight": TPSpec(1, (inner,)), **{f"{name}.weight": TPSpec(1, (inner,)) for name in sums}}
     for name, segments in parts.items():
@@ -276,8 +277,8 @@ class MixerShard:
 
 
 def shard_for_documents(mixer: nn.Module, rank: int, ranks: Communicator, size: int) -> MixerShard | None:
-    """The part of a rank that shares whole documents with the others of `size` ranks, which have no smaller groups.
-    None if the heads do not divide, or if the mixer has per-token inputs other than hidden states."""
+    """The part of rank `rank`, if `size` ranks share complete documents, without smaller groups. None if the heads do
+    not divide, or if the mixer has per-token inputs other than hidden states."""
     spec = find_mixer_spec(mixer)
     if spec is None or not spec.hidden_alone or not spec.divides(size):
         return None
@@ -287,7 +288,7 @@ def shard_for_documents(mixer: nn.Module, rank: int, ranks: Communicator, size: 
 
 
 def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
-    """Whether `size` ranks of cp can share documents, with `tp` ranks of tp. mixer: a whole one."""
+    """Whether `size` ranks of cp can share documents, with `tp` ranks of tp. mixer: not divided."""
     spec = find_mixer_spec(mixer)
     if spec is not None and tp > 1 and spec.divides(tp):
         mixer = view(mixer, MixerShard(spec, 0, tp, MetaCommunicator, stored=False))
@@ -375,11 +376,11 @@ def _joined(ranges: list[Range]) -> list[Range]:
 
 
 def _cut_adapter(adapter: Any, weight: TPSpec, shard: MixerShard) -> None:
-    """Cut an adapter: B as the weight's outputs are divided, or A as its inputs are."""
+    """Divide an adapter: B like the weight's outputs, or A like its inputs."""
     leaf, dim = ("B", 0) if weight.dim == 0 else ("A", 1)
     adapter._parameters[leaf] = _slice(adapter._parameters[leaf], TPSpec(dim, weight.segments), shard)
     if leaf == "A":
-        adapter.divide(None)  # dropout masks are over this rank's inputs
+        adapter.divide(None)  # dropout masks cover only this rank's inputs
 
 
 def _share_bias(layer: Any, size: int) -> None:

@@ -31,7 +31,7 @@ def outermost(root: nn.Module, pattern: str) -> list[str]:
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
-    """The end of an error message about a pattern without a match: similar names, or what all names begin with."""
+    """The end of an error message about a pattern without a match: similar names, or the beginnings of names."""
     names = list(names)
     parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
     close = get_close_matches(pattern, sorted(parts), n=2, cutoff=0.7)

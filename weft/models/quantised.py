@@ -1,8 +1,8 @@
 """Frozen weights that are stored in 4 or 8 bits (lora.base), and layers that compute with them.
 
-A layer keeps, instead of a weight, parameters of bytes: the weight's codes and, if its format shards them, its scales
+A layer has byte parameters instead of a weight: the weight's codes and, if its format shards them, its scales
 (ops/low_bit.py). FSDP2 shards and gathers them like other parameters. Forward and backward each dequantise the weight,
-so that autograd stores bytes, not the weight.
+so autograd stores bytes, not the weight.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from weft.ops import low_bit
 from weft.ops.low_bit import Format
 
 CODES, SCALES = "_codes", "_scales"  # ends of the parameters' names
-SHARED = "_shared_{}"  # ends of the names, in a sync, of what every rank has of the scales
+SHARED = "_shared_{}"  # ends of the names, in a sync, of the replicated parts of the scales
 
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """A box of a whole weight that a rank computes with. start: in the whole weight. local: in the rank's part."""
+    """A box of a weight with which a rank computes. start: in the full weight. local: in the rank's part."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -55,9 +55,8 @@ def _divided(part: slice, size: int) -> slice:
 
 
 class QuantisedWeight:
-    """Stands in a layer for its weight. whole_shape: of the whole weight. shape: of the part that this rank computes
-    with, which FSDP2 shards. pieces: of the part. shared: what every rank has of the scales; set when the weight is
-    read."""
+    """Replaces a layer's weight. whole_shape: of the full weight. shape: of the part with which this rank computes,
+    which FSDP2 shards. pieces: of the part. shared: the replicated parts of the scales; set when the weight is read."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class QuantisedWeight:
 
     @property
     def codes(self) -> Tensor:
-        """[..., n / per_byte] bytes: this rank's shard, or the gathered part while the layer computes."""
+        """[..., n / per_byte] bytes: this rank's shard, or, while the layer computes, the gathered part."""
         codes: Tensor = getattr(self.owner, self.name + CODES)
         return codes
 
@@ -110,7 +109,7 @@ class QuantisedWeight:
 
 
 def parts_on_meta(form: Format, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """End of its name -> each tensor that a whole weight of this shape is stored as, on meta."""
+    """End of the name -> tensor on meta, for each stored tensor of a full weight of this shape."""
     *lead, width = shape
     sizes = {CODES: (*lead, width // form.per_byte)} | ({SCALES: form.grid(shape)} if form.sharded else {})
     parts = {end: torch.empty(size, dtype=torch.uint8, device="meta") for end, size in sizes.items()}
@@ -118,7 +117,7 @@ def parts_on_meta(form: Format, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def parts_of(weight: QuantisedWeight) -> dict[str, Tensor]:
-    """The tensors of parts_on_meta, as far as this rank holds them."""
+    """This rank's tensors of parts_on_meta."""
     stored = {CODES: weight.codes} | ({} if weight.scales is None else {SCALES: weight.scales})
     return stored | {SHARED.format(i): part for i, part in enumerate(weight.shared or ())}
 
@@ -126,7 +125,7 @@ def parts_of(weight: QuantisedWeight) -> dict[str, Tensor]:
 def replace_weight(
     owner: nn.Module, name: str, form: Format, whole_shape: tuple[int, ...], pieces: Sequence[WeightPiece]
 ) -> QuantisedWeight:
-    """Replace a weight, on meta, by parameters of bytes, uninitialised."""
+    """Replace a weight on meta by uninitialised byte parameters."""
     weight = owner._parameters.pop(name)
     assert weight is not None
     stored = QuantisedWeight(owner, name, form, whole_shape, pieces, weight)
@@ -142,7 +141,7 @@ def replace_weight(
 
 
 def is_bytes(quantised: Collection[str], name: str) -> bool:
-    """Whether a parameter of this name holds bytes of one of the quantised weights."""
+    """Whether a parameter of this name contains bytes of a quantised weight."""
     weight, _, end = name.rpartition("_")
     return f"_{end}" in (CODES, SCALES) and weight in quantised
 

@@ -1,4 +1,4 @@
-"""Readouts of a loss, per prediction of a row: their names, and outputs of modules captured during a forward."""
+"""Per-token outputs that a loss reads: their names, and outputs of modules captured during a forward."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def needs_logits(readouts: Collection[str]) -> bool:
 def check_readouts(
     module: nn.Module, vocabulary: int, spec: ReadoutSpec, *, compiled: bool, mixers: Iterable[str] = ()
 ) -> None:
-    """Raises UserError for readouts that this model cannot give: more top logits than `vocabulary`, or hidden states of
-    a module that is missing, is compiled, or is inside one of `mixers`, which run document by document."""
+    """Raises UserError for readouts that this model lacks: more top logits than `vocabulary`, or hidden states of a
+    module that is missing, compiled, or inside one of `mixers`, which run document by document."""
     names = [name for name, _ in module.named_modules() if name]
     for name in spec.hidden:
         if name not in names:
@@ -63,11 +63,13 @@ def check_readouts(
             )
     if spec.hidden and compiled:
         raise UserError(
-            f"train.loss: `{HIDDEN}{spec.hidden[0]}` in `readouts`: nothing is taken out of compiled layers. "
+            f"train.loss: `{HIDDEN}{spec.hidden[0]}` in `readouts`: outputs inside compiled layers cannot be captured. "
             "Set model.compile=false."
         )
     if spec.top > vocabulary:
-        raise UserError(f"train.loss: `{TOP}{spec.top}` in `readouts`: there are {vocabulary} logits. Ask for fewer.")
+        raise UserError(
+            f"train.loss: `{TOP}{spec.top}` in `readouts`: the model has {vocabulary} logits. Lower the number."
+        )
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Ite
         if not is_float or tokens not in (len(values), len(values) * values.shape[1]):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise UserError(
-                f"train.loss: `{HIDDEN}{name}` in `readouts`: the module gives {shape}, not a vector for each of "
+                f"train.loss: `{HIDDEN}{name}` in `readouts`: the module returns {shape}, not a vector for each of "
                 f"{tokens} tokens."
             )
         captured[name] = values.reshape(tokens, -1).to(torch.promote_types(values.dtype, torch.float32))

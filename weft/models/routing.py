@@ -1,7 +1,7 @@
 """Recording and replacing the choices of mixture-of-experts routers.
 
-Routers of all families choose by torch.topk over [tokens, experts], so that call is intercepted, independent of the
-family's code. A replacement returns other indices and the scores at those, so that the router still learns.
+Routers of all families select experts by torch.topk over [tokens, experts], so weft intercepts this call, independent
+of the family's code. A replacement returns other indices and their scores, so the router still learns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ _ATTENTION = re.compile(r"attn|attention")
 
 @contextmanager
 def replace_choices(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Choose) -> Iterator[None]:
-    """Inside, pass every choice of `chosen` out of `experts` in these decoder layers through `choose`, also in
-    recomputation. Choices inside of attention (jetmoe has experts there, too) stay the model's own, so that a layer has
-    one choice.
+    """A context that passes every choice of `chosen` out of `experts` in these decoder layers through `choose`, also in
+    recomputation. Choices inside attention (jetmoe also has experts there) stay unchanged, so a layer has one choice.
 
     The hooks are on the layers' children: a mode around the forward would miss recomputation, which backward starts,
     and newer transformers recompute a layer without the layer's own hooks.
@@ -54,7 +53,7 @@ def replace_choices(layers: Sequence[nn.Module], experts: int, chosen: int, choo
 
 
 class RouteRecorder:
-    """Records the experts that forwards of a model choose, from now on; the hooks stay on the model."""
+    """Records the experts that later forwards of a model choose. The hooks stay on the model."""
 
     def __init__(self, layers: Sequence[nn.Module], experts: int, chosen: int) -> None:
         self._layers, self._chosen = len(layers), chosen

@@ -1,4 +1,4 @@
-"""How one tensor is divided over ranks: along one dimension, part by part, in whole items (heads, columns)."""
+"""The division of a tensor over ranks: along one dimension, segment by segment, in complete items (heads, columns)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Range = tuple[int, int]  # first, how many
 @dataclass(frozen=True)
 class DimSegment:
     """`count` items of `width` elements each, consecutive along the divided dimension. heads: every rank gets the same
-    number of items. repeat: several ranks may hold the same item, if there are fewer items (heads of keys and values)
-    than ranks."""
+    number of items. repeat: if there are fewer items (heads of keys and values) than ranks, several ranks have the same
+    item."""
 
     count: int
     width: int = 1
@@ -27,14 +27,14 @@ class DimSegment:
 
 @dataclass(frozen=True)
 class TPSpec:
-    """The division of one parameter. dim: the dimension that is divided, part by part; None: every rank holds all."""
+    """The division of a parameter. dim: the dimension divided segment by segment; None: replicated on every rank."""
 
     dim: int | None = None
     segments: tuple[DimSegment, ...] = ()
 
 
 def divide_segment(part: DimSegment, ranks: int) -> tuple[list[Range], int] | None:
-    """(items of each rank, number of ranks that hold the same ones); None if the part does not divide."""
+    """(items of each rank, number of ranks with the same items); None if the segment does not divide."""
     if part.repeat and part.count < ranks and ranks % part.count == 0:
         return repeated_ranges(part.count, ranks), ranks // part.count
     if part.count % ranks == 0 or (not part.heads and part.count >= ranks):
@@ -43,7 +43,7 @@ def divide_segment(part: DimSegment, ranks: int) -> tuple[list[Range], int] | No
 
 
 def rank_ranges(parts: Sequence[DimSegment], rank: int, ranks: int) -> list[Range]:
-    """The ranges of elements of the rank at `rank`, part by part. The parts must divide."""
+    """The ranges of elements of rank `rank`, segment by segment. The segments must divide."""
     ranges, offset = [], 0
     for part in parts:
         items = divide_segment(part, ranks)
@@ -60,10 +60,10 @@ def even_ranges(count: int, ranks: int) -> list[Range]:
 
 
 def repeated_ranges(count: int, ranks: int) -> list[Range]:
-    """One item per rank where there are fewer items than ranks: neighbouring ranks share an item."""
+    """One item per rank, for fewer items than ranks: neighbouring ranks share an item."""
     return [(rank * count // ranks, 1) for rank in range(ranks)]
 
 
 def scaled_ranges(ranges: Sequence[Range], width: int, offset: int) -> list[Range]:
-    """Ranges in elements from ranges in items that are `width` wide and start at `offset`."""
+    """Ranges in elements, from ranges in items of `width` elements that start at `offset`."""
     return [(offset + first * width, size * width) for first, size in ranges]

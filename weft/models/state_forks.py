@@ -1,9 +1,9 @@
 """Mixers that continue from a state: siblings in a tree of documents begin with the state at their parent's end.
 
-A mixer of transformers takes states from a cache, of which it asks little. States here stands in for that cache, and
-keeps tensors of the forward as they are, so that gradients flow through a fork. Mamba 1 takes no state for several
-tokens: transformers (5.19) leaves it out silently. So a mixer must name its state when it calls its kernel, and a trial
-must agree with the paths unfolded.
+A mixer of transformers reads states from a cache, through a small interface. States replaces that cache, and stores
+tensors of the forward without copies, so gradients flow through a fork. Mamba 1 accepts no state for several tokens:
+transformers (5.19) silently ignores it. So a mixer must name its state when it calls its kernel, and a trial must agree
+with the unfolded paths.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class States:
 
     @property
     def layers(self) -> _SameLayer:
-        """The layer of any index: a mixer asks for its own alone."""
+        """The layer of any index, because a mixer reads only its own."""
         return _SameLayer(self)
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """Whether the sequences have begun."""
+        """Whether the sequences already have tokens."""
         return bool(self.conv_states)
 
     def update_conv_state(self, inputs_BCT: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
-        """The inputs of the convolution with those before them; the last ones are kept."""
+        """The inputs of the convolution, preceded by the stored inputs. Stores the last inputs."""
         if self.conv_states:
             inputs_BCT = torch.cat([self.conv_states[0], inputs_BCT], -1)
         missing = max(0, conv_kernel_size - 1 - inputs_BCT.shape[-1])  # zeros, as before a document's first token
@@ -55,7 +55,7 @@ class States:
         return inputs_BCT
 
     def update_recurrent_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Keep the final states."""
+        """Store the final states."""
         self.recurrent_states = {0: states}
         return states
 
@@ -69,7 +69,7 @@ class _SameLayer:
 
 
 def joined_states(chosen: Sequence[tuple[States, int]]) -> States:
-    """The states of sequences, each given by States and its place in them."""
+    """The states of sequences. chosen: for each, its States and its index in them."""
     first, index = chosen[0]
     if all(states is first and index_there == index for states, index_there in chosen):
         return States(*(_repeated(part, index, len(chosen)) for part in (first.conv_states, first.recurrent_states)))
@@ -87,8 +87,8 @@ def _repeated(states: dict[int, Tensor], index: int, count: int) -> dict[int, Te
 
 
 def can_fork(mixer: nn.Module) -> bool:
-    """Whether the mixer's code takes states for several tokens: it hands one to its kernel, or has a convolution
-    alone."""
+    """Whether the mixer's code accepts states for several tokens: it passes a state to its kernel, or has only a
+    convolution."""
     forward = inspect.unwrap(type(mixer).forward)
     if _cache_argument(mixer) is None:
         return False
@@ -111,7 +111,7 @@ def run_from_state(mixer: nn.Module, before: States | None, *args: Any, **kwargs
 
 
 def tried(mixer: nn.Module, dtype: torch.dtype) -> bool | None:
-    """Whether a trial of such mixers agreed with the paths unfolded; None if there was none."""
+    """Whether a trial of such mixers agreed with the unfolded paths; None without a trial."""
     return _TRIED.get((type(mixer), dtype))
 
 
@@ -121,14 +121,14 @@ def reset_trials() -> None:
 
 
 def try_forks(mixer: nn.Module, hidden: Tensor, by_forks: Callable[[], Tensor], by_paths: Callable[[], Tensor]) -> bool:
-    """Whether a row by forks agrees with the row of its paths; tried once for such mixers, without gradients."""
+    """Whether a row by forks agrees with the row of its paths. Tried once for such mixers, without gradients."""
     key = type(mixer), hidden.dtype
     if key not in _TRIED:
         with torch.no_grad():
             expected = by_paths().double()
             try:
                 error = float((by_forks().double() - expected).square().mean().sqrt())
-            except Exception as failure:  # whatever a mixer's code does with a state
+            except Exception as failure:  # a mixer's code may raise any exception for a state
                 error, reason = float("inf"), f"{type(failure).__name__}: {failure}"
             else:
                 reason = f"off by {error:.1e}"
@@ -136,5 +136,5 @@ def try_forks(mixer: nn.Module, hidden: Tensor, by_forks: Callable[[], Tensor], 
         _TRIED[key] = error <= TOLERANCES.get(hidden.dtype, 1e-8) * scale
         if not _TRIED[key]:
             name = type(mixer).__name__
-            warnings.warn(f"{name} runs the documents of a tree whole, not from states: {reason}", stacklevel=2)
+            warnings.warn(f"{name} runs the documents of a tree separately, not from states: {reason}", stacklevel=2)
     return _TRIED[key]

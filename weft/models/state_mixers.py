@@ -1,8 +1,8 @@
-"""Modules that carry state along the sequence run document by document inside a packed row, or on the whole row by
-kernels that know documents (models/mixer_kernels.py).
+"""Runs modules that carry state along the sequence document by document in a packed row, or on the row at once with
+kernels that accept sequence boundaries (models/mixer_kernels.py).
 
-The decoder layer receives the row's bounds as an argument and passes them to its mixers for one call, so that a layer
-that is recomputed in backward has the bounds of its own row. The rest of the layer sees the packed row.
+The decoder layer receives the row's bounds as an argument and passes them to its mixers for one call, so a layer that
+is recomputed in backward has the bounds of its row. The rest of the layer sees the packed row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PerDocumentMixer:
         self._run = torch.compiler.disable(self._run_documents)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The mixer's own forward, run separately on each document of a packed row."""
+        """The mixer's forward, run separately on each document of a packed row."""
         return self._run(*args, **kwargs)
 
     def _run_documents(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,9 +68,9 @@ class PerDocumentMixer:
 
     def _run_over_ranks(self, mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
         """by_document for a row that begins with parts of shared documents. Each rank of Ulysses computes all their
-        tokens for its part of the heads, so that states and convolutions see whole documents. Collective over cp."""
+        tokens for its part of the heads, so states and convolutions see complete documents. Collective over cp."""
         x = args[0] if args else kwargs.pop("hidden_states")
-        # These mixers read no per-token argument but hidden states (MixerSpec.hidden_alone).
+        # These mixers read no per-token argument except hidden states (MixerSpec.hidden_alone).
         kwargs = {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in kwargs.items()}
         axis, shard = context.axis, None
         if axis.ulysses is not None and axis.ring is None:
@@ -91,7 +91,7 @@ class PerDocumentMixer:
         return (row, *documents[1:]) if isinstance(documents, tuple) else row
 
     def _run_paths(self, mixer: nn.Module, bounds: Bounds, *args: Any, **kwargs: Any) -> Any:
-        """The row's trees: by forks of states where the mixer's own code continues from a state, else as a row of all
+        """Runs the row's trees: by forks of states if the mixer's code continues from a state, else as a row of all
         paths."""
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         unfolded = unfolded_row(bounds, hidden.device)
@@ -130,8 +130,8 @@ class PerDocumentMixer:
 
 
 def _not_fused(mixer: nn.Module) -> nn.Module:
-    """A copy of the mixer with the same parameters, in inference mode: it calls its norm and projections, instead of a
-    fused kernel that reads their weights and so leaves out adapters (mixer_kernels.FUSED)."""
+    """A copy of the mixer with the same parameters, in inference mode. It calls its norm and projections, not a fused
+    kernel that reads their weights and so ignores adapters (mixer_kernels.FUSED)."""
     copy: nn.Module = object.__new__(type(mixer))
     copy.__dict__.update({name: value for name, value in mixer.__dict__.items() if name != "forward"}, training=False)
     return copy
@@ -161,7 +161,7 @@ def run_per_document(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, PerDo
 def _pass_bounds(
     mixers: Sequence[PerDocumentMixer], layer: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Pre-hook of a decoder layer: pass its bounds, under whatever argument they came, to its mixers."""
+    """Pre-hook of a decoder layer: pass its bounds, from either argument, to its mixers."""
     name = next((name for name, value in kwargs.items() if isinstance(value, Bounds)), BOUNDS_ARGUMENT)
     for mixer in mixers:
         mixer.bounds = kwargs.get(name)

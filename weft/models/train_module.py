@@ -1,7 +1,7 @@
 """TrainModule, the trained root: HuggingFace's base model, and a Head instead of the rest of the causal LM.
 
 Its children have HuggingFace's names, so that parameter names are those of the causal LM. B batch, T tokens of a row, H
-hidden width, V vocabulary, N predictions that are read.
+hidden width, V vocabulary, N selected predictions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.ops.low_bit import Format
 from weft.ops.offload import ActivationOffload
 from weft.ops.selected import selected_logits
 
-OF_ROUTERS = ("balance", "choices", "layers")  # outputs of TrainModule.forward that are not of single predictions
+OF_ROUTERS = ("balance", "choices", "layers")  # outputs of TrainModule.forward that are not per prediction
 
 
 class Head(nn.Module):
@@ -39,11 +39,11 @@ class Head(nn.Module):
 
     def __init__(self, linear: nn.Linear, transform: LogitTransform) -> None:
         super().__init__()
-        self.weight = linear.weight  # [V, H]; the embedding's own Parameter where they are tied
+        self.weight = linear.weight  # [V, H]; if tied, the embedding's Parameter
         self.bias = linear.bias
         self.transform = transform
         self.temperature = 1.0  # divides the logits, after the family's own transform
-        self.exact = False  # readouts equal, bit for bit, what a sampler records
+        self.exact = False  # readouts are bitwise equal to a sampler's records
         self.lora: LowRank | None = None
         self.shard: VocabularyShard | None = None
         self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
@@ -68,7 +68,7 @@ class Head(nn.Module):
         replaces `entropy`, without gradients: 1 where no token is likelier than the target. chosen_NC: the tokens of
         `chosen_logits` (models/readouts.py). Single logits together with `entropy` cost another pass. comparisons: the
         teachers of `divergence` and of `agreement`, which has no gradient (ops/divergence.py). `last_hidden`: [N, H],
-        what the head reads, in its dtype; it is then the only readout.
+        the head's input, in its dtype; it is then the only readout.
         """
         if "last_hidden" in readouts:
             return {"last_hidden": hidden_NH.to(self.weight.dtype)}
@@ -119,7 +119,7 @@ class Head(nn.Module):
         known_grad: KnownGrad | None,
         comparisons: Sequence[Comparison],
     ) -> dict[str, Tensor]:
-        """`logprob`, `divergence` and, if in `readouts`, `agreement`; each teacher has predictions of its own."""
+        """`logprob`, `divergence` and, if in `readouts`, `agreement`; each teacher has separate predictions."""
         names = ["logprob", "divergence", *(["agreement"] if "agreement" in readouts else [])]
         parts: list[tuple[Tensor, ...]] = []
         for comparison in comparisons:
@@ -137,7 +137,7 @@ class Head(nn.Module):
         if orders:
             back = torch.cat(orders).argsort()
             joined = {name: values[back] for name, values in joined.items()}
-        if "entropy" in readouts or self.exact:  # what a sampler recorded has its own operations
+        if "entropy" in readouts or self.exact:  # a sampler's records need the sampler's operations
             joined |= self._chunked_readouts(hidden_NH, weight, targets_N, readouts, None)
         return joined
 
@@ -166,8 +166,8 @@ class Head(nn.Module):
 
 
 class ScoreHead(Head):
-    """A head of scores: numbers per prediction, from the hidden state that makes it. A critic's is the expected return
-    from the predicted token on; a reward model's is the score of the text up to there."""
+    """A head of scores: numbers per prediction, from its hidden state. A critic's score is the expected return from the
+    predicted token on; a reward model's is the score of the text before it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear, LogitTransform())  # weight [L, H], L labels
@@ -195,9 +195,9 @@ class ScoreHead(Head):
 
 @dataclass
 class StageIO:
-    """What a pipeline stage receives and sends in one forward (parallel/pp/model.py). is_last: whether it is the last
-    stage. placeholders: (parent module, child's name, placeholder) of the modules that other stages of the rank run.
-    mixers: number of the stage's modules that carry state."""
+    """Input and output of a pipeline stage in a forward (parallel/pp/model.py). is_last: whether it is the last stage.
+    placeholders: (parent module, child's name, placeholder) of the modules that other stages of the rank run. mixers:
+    number of the stage's modules that carry state."""
 
     is_last: bool
     placeholders: Sequence[tuple[nn.Module, str, nn.Module]] = ()
@@ -207,7 +207,7 @@ class StageIO:
 
     @contextmanager
     def entered(self, received: Tensor | None) -> Iterator[None]:
-        """Inside, a forward of the model is this stage's. received: hidden states of the previous stage."""
+        """A context in which a forward of the model runs this stage. received: hidden states of the previous stage."""
         self.received = received
         modules = [getattr(parent, name) for parent, name, _ in self.placeholders]
         for parent, name, stand_in in self.placeholders:
@@ -238,7 +238,7 @@ class TrainModule(nn.Module):
         self.add_module(
             self.facts.head, ScoreHead(linear) if hf.classifies(model.config) else Head(linear, self.facts.transform)
         )
-        # Drops the linear layer, whose whole weight would stay in memory beside the shards.
+        # Drops the linear layer, whose full weight would stay in memory next to the shards.
         setattr(model, self.facts.head, self.head)
         object.__setattr__(self, "hf_model", model)
         self.takes_positions = hf.accepts(self.base, "position_ids")
@@ -305,7 +305,7 @@ class TrainModule(nn.Module):
         if bounds is not None and not bounds.padded and self._mixed() - before != mixers:
             raise RuntimeError(
                 f"document bounds reached {self._mixed() - before} of {mixers} modules that carry state, so "
-                "that documents would see each other. This family is not supported packed; please report it."
+                "documents would see each other. weft cannot pack this family; please report it."
             )
         return out
 

@@ -1,9 +1,9 @@
-"""Transforms of a model's modules: one list, of which parallelize() applies some at one step, in this order.
+"""Transforms of a model's modules. parallelize() applies the chosen transforms in the order of the list.
 
-A transform changes how modules compute, never which parameters they hold. It gets the whole TrainModule on meta, after
-tp and ep have divided it and before FSDP2 hooks it. To add one, write its functions here or in ops/, add it to
-TRANSFORMS, and, if users choose it by name, add the name to model.transforms (config/schema.py). Adapters
-(models/lora.py) are parameters, which tp, freezing and optimizer groups read: engine/build.py attaches them earlier.
+A transform changes how modules compute, never their parameters. It receives the TrainModule on meta, after tp and ep
+have divided it and before FSDP2 adds hooks. To add one, write its functions here or in ops/, add it to TRANSFORMS, and,
+if users choose it by name, add the name to model.transforms (config/schema.py). Adapters (models/lora.py) are
+parameters, which tp, freezing and optimizer groups read: engine/build.py attaches them earlier.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def linear_layers(module: TrainModule) -> Iterator[tuple[str, nn.Module]]:
 
 
 def use_fp8(module: TrainModule) -> None:
-    """Make linear layers of the decoder compute by 8-bit products (ops/fp8.py). Routers, embeddings, heads, fused
-    experts and adapters stay as they are, and so do layers whose widths are no multiples of 16."""
+    """Make linear layers of the decoder use 8-bit matmuls (ops/fp8.py). Routers, embeddings, heads, fused experts,
+    adapters, and layers whose widths are not multiples of 16 stay unchanged."""
     for _, layer in linear_layers(module):
         if not any(width % fp8.MULTIPLE for width in hf.linear_widths(layer)):
             layer.forward = MethodType(_fp8_forward, layer)
@@ -61,12 +61,12 @@ def use_fp8(module: TrainModule) -> None:
 
 
 def describe_fp8(module: TrainModule) -> str:
-    """For the opening lines of a run: the number of layers that are changed, and an example of the others."""
+    """For the startup output: the number of changed layers, and an example of unchanged layers."""
     layers = list(linear_layers(module))
     count = sum(_computes_in_fp8(layer) for _, layer in layers)
     unchanged = [name for name, layer in layers if not _computes_in_fp8(layer)]
     remark = (
-        f"; {len(unchanged)} have widths that are no multiples of {fp8.MULTIPLE} ({unchanged[0]})" if unchanged else ""
+        f"; {len(unchanged)} have widths that are not multiples of {fp8.MULTIPLE} ({unchanged[0]})" if unchanged else ""
     )
     return f"fp8 (not exact): {counted(count, 'linear layer')} of the decoder{remark}"
 
@@ -80,8 +80,8 @@ def _fp8_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def recompute_layers(policy: RecomputePolicy, module: TrainModule, offload: Offload = "off") -> None:
-    """Let backward run decoder layers again, and all layers of a vision tower, as the policy says. offload: what
-    recomputation keeps of decoder layers goes to the host."""
+    """Make backward recompute decoder layers, and all layers of a vision tower, according to the policy. offload:
+    stores on the host what recomputation of decoder layers needs."""
     hf.enable_recompute(module.hf_model, partial(run_layer, policy))
     for number, (_, layer) in enumerate(module.layers):
         if not policy.covers(number):
@@ -98,8 +98,8 @@ _MLPS = ("feed_forward", "ffn", "mlp", "shared_expert", "shared_experts", "share
 
 
 def dense_mlps(module: TrainModule) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the decoder layers' dense MLPs and shared experts: modules of a usual name that take hidden
-    states alone, with linear layers from this width and to it."""
+    """(name, module) of the decoder layers' dense MLPs and shared experts: modules with a usual name whose only input
+    are hidden states, with linear layers from this width and to it."""
     width = int(module.get_submodule(module.facts.embedding).weight.shape[1])
     for layer, root in module.layers:
         for name, child in root.named_modules():
@@ -115,15 +115,15 @@ def tile_mlps(tile: int, module: TrainModule, *, required: bool = True) -> None:
     mlps = list(dense_mlps(module))
     if required and not mlps:
         raise UserError(
-            "model.tiled_mlp: the decoder layers of this model have no dense MLP or shared expert that weft knows: set "
-            "model.tiled_mlp=off."
+            "model.tiled_mlp: the decoder layers of this model have no dense MLP or shared expert that weft "
+            "recognises. Set model.tiled_mlp=off."
         )
     for _, mlp in mlps:
         mlp.forward = partial(run_in_tiles, mlp.forward, mlp, tile)
 
 
 def describe_tiles(tile: int, module: TrainModule) -> str:
-    """For the opening lines of a run."""
+    """For the startup output."""
     forwards = (getattr(child, "forward", None) for child in module.modules())
     count = sum(isinstance(forward, partial) and forward.func is run_in_tiles for forward in forwards)
     return f"{counted(count, 'MLP')} in tiles of {tile:,} tokens" if count else ""
@@ -132,12 +132,12 @@ def describe_tiles(tile: int, module: TrainModule) -> str:
 _KEPT = {
     "attention": "of attention kernels",
     "collectives": "of exchanges over tp, cp and ep",
-    "matmuls": "of every second product with a weight, and of all narrow ones",
+    "matmuls": "of every second matmul with a weight, and of all narrow matmuls",
 }
 
 
 def describe_recompute(policy: RecomputePolicy, module: TrainModule, offload: Offload = "off") -> str:
-    """For the opening lines of a run: which layers are run again, and which results they take from forward."""
+    """For the startup output: the recomputed layers, and the results of forward that they reuse."""
     layers = "run again in backward" if policy.every == 1 else f"1 in {policy.every} run again in backward"
     results = ", ".join(_KEPT[kind] for kind in policy.keep)
     text = f"{layers} (recompute)" + (f", with forward's results {results}" if results else "")
@@ -146,8 +146,8 @@ def describe_recompute(policy: RecomputePolicy, module: TrainModule, offload: Of
 
 
 def compile_layers(module: TrainModule) -> None:
-    """Let every decoder layer run as graphs, for any number of tokens. Attention over documents, and layers that carry
-    state, stay outside, because the lengths of documents differ in every row."""
+    """Compile every decoder layer, for any number of tokens. Attention over documents, and layers that carry state,
+    stay outside the graphs, because lengths of documents differ in every row."""
     hf.register_kernels(traced=False)
     for mixer in module.mixers.values():
         mixer.hide()
@@ -160,11 +160,11 @@ def _no_check(device: torch.device, compute: torch.dtype) -> None:
 
 
 class Transform(NamedTuple):
-    """One way to change modules.
+    """A change of modules.
 
-    apply: changes them; may raise UserError. describe: words for the opening lines of a run; "" for none. exact: the
-    results equal those of the plain modules, up to the rounding of the compute dtype. check: raises UserError if the
-    device cannot run it in the compute dtype.
+    apply: changes them; may raise UserError. describe: text for the startup output; "" for none. exact: the results
+    equal those of the plain modules, up to the rounding of the compute dtype. check: raises UserError if the device
+    cannot run it in the compute dtype.
     """
 
     apply: Callable[[TrainModule], object]
@@ -173,8 +173,8 @@ class Transform(NamedTuple):
     check: Callable[[torch.device, torch.dtype], None] = _no_check
 
 
-# In the order in which they are applied: recomputation wraps layers from inside, so it comes after whatever replaces a
-# module's forward; layers are compiled last, with all of that in their graphs.
+# In the order of application: recomputation wraps layers from inside, so it comes after transforms that replace a
+# module's forward; compilation is last, so that the graphs include all other transforms.
 TRANSFORMS = {
     "fp8": Transform(use_fp8, describe_fp8, exact=False, check=fp8.check),
     "fused_norms": Transform(fuse_norms, lambda module: ""),

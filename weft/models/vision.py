@@ -19,20 +19,20 @@ from weft.models import hf
 from weft.models.facts import Facts
 from weft.ops.communicator import FeatureExchange
 
-# Families whose image tokens attend to each other both ways, by the model_type of the whole config.
+# Families whose image tokens attend to each other in both directions, by the model_type of the full config.
 BOTH_WAYS = ("gemma3",)
 _PROJECTOR = ("projector", "connector", "merger", "aligner", "embed_vision")
 
 
 @dataclass(frozen=True)
 class Vision:
-    """The vision of one model.
+    """The vision part of a model.
 
     image, video: token ids of placeholders. parts: names of the modules that are neither decoder nor head. smallest:
     forward arguments of the smallest image. patch: side of a patch in pixels. both_ways: tokens of an image also attend
-    to later tokens of it. clip: forward arguments of the shortest video; None if weft does not know how the model takes
-    one. layers: number of first decoder layers after which features of the tower are added to hidden states (DeepStack:
-    Meng et al. 2024, arXiv:2406.04334).
+    to later tokens of it. clip: forward arguments of the shortest video; None if weft does not support the model's
+    videos. layers: number of first decoder layers after which features of the tower are added to hidden states
+    (DeepStack: Meng et al. 2024, arXiv:2406.04334).
     """
 
     image: int
@@ -51,7 +51,7 @@ class Vision:
 
     @property
     def has_grids(self) -> bool:
-        """Whether the tower takes grids of patches, and computes each image, and each frame of a video, by itself."""
+        """Whether the tower reads grids of patches, and computes each image, and each frame of a video, separately."""
         return "image_grid_thw" in self.smallest
 
     def token_types(self, tokens_T: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Vision:
         return types if self.video is None else types + 2 * (tokens_T == self.video).int()
 
     def positions(self, base: nn.Module, tokens_T: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """[3, T]: positions by the family's own rule (M-RoPE); None if images do not change positions. inputs: forward
+        """[3, T]: positions by the family's rule (M-RoPE); None if images do not change positions. inputs: forward
         arguments of the document's images and videos."""
         if not hasattr(base, "get_rope_index"):
             return None
@@ -122,7 +122,7 @@ class Vision:
 
 
 def find_vision(base: nn.Module, facts: Facts) -> Vision | None:
-    """The model's Vision; None if the model takes no images, or weft does not know the inputs of its tower."""
+    """The model's Vision; None if the model reads no images, or weft does not support the inputs of its tower."""
     config: Any = base.config
     if getattr(config, "vision_config", None) is None or not hf.accepts_by_name(base, "pixel_values"):
         return None

@@ -15,7 +15,7 @@ __all__ = ["FAMILIES", "OWN_ATTENTION", "Family", "carries_state", "family_of", 
 
 FAMILIES: Mapping[str, Family] = {**own_attention.FAMILIES, **phimoe.FAMILIES, **state_mixers.FAMILIES}
 ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
-_tried_families: dict[str, Family] = {}  # by the checks at start of this process
+_tried_families: dict[str, Family] = {}  # set by the checks at the start of this process
 
 
 def family_of(model_type: str) -> Family:
@@ -25,8 +25,8 @@ def family_of(model_type: str) -> Family:
 
 @contextmanager
 def with_family(model_type: str, family: Family) -> Iterator[None]:
-    """Inside, and afterwards if nothing is raised, `family` is what this process knows of an architecture without a
-    file of its own."""
+    """A context in which `family` is the setting of an architecture without a file here. It stays so afterwards, unless
+    an exception is raised."""
     _tried_families[model_type] = family
     try:
         yield

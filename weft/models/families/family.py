@@ -12,10 +12,10 @@ Layout = Literal["packed", "padded"]  # documents end to end in one row, or righ
 
 @dataclass(frozen=True)
 class Family:
-    """layout: `padded` where packed documents are known to be wrong. attention: attn_implementation of a family that
-    does not use the attention interface. bounds_argument: name of the forward argument that carries document bounds
-    from the base model to its layers. kept_noise: keys of its config that look like noise and are not.
-    in_inference_mode: classes of modules that are never in training mode."""
+    """layout: `padded` if packed documents are known to be wrong. attention: attn_implementation of a family that does
+    not use the attention interface. bounds_argument: name of the forward argument that passes sequence boundaries from
+    the base model to its layers. kept_noise: keys of its config that look like noise but are not. in_inference_mode:
+    classes of modules that are never in training mode."""
 
     layout: Layout = "packed"
     attention: str | None = None

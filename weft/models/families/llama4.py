@@ -11,8 +11,8 @@ from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 
 def by_document(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Bounds | None]:
-    """(query, bounds) of one call: the temperature by position in the document instead of the row, and bounds split at
-    chunk borders."""
+    """(query, bounds) of a call: the temperature depends on the position in the document instead of the row, and bounds
+    are split at chunk borders."""
     bounds: Bounds | None = kwargs.get(BOUNDS_ARGUMENT)
     if bounds is None or bounds.padded:
         return query, bounds

@@ -1,8 +1,8 @@
-"""Families whose attention does not go through transformers' attention interface, or only in part.
+"""Families whose attention does not use transformers' attention interface, or only partly.
 
-falcon refuses an implementation registered there, bloom silently runs it without a causal mask, doge masks by its own
-values, and moshi drops the bounds of documents. Their eager code is causal, and right padding is exact, so their
-documents are padded. The checks at start find others by `_supports_attention_backend = False`.
+falcon refuses an implementation registered there, bloom silently runs it without a causal mask, doge uses its own mask
+values, and moshi drops the sequence boundaries. Their eager code is causal, and right padding is exact, so their
+documents are padded. The checks at start detect other families by `_supports_attention_backend = False`.
 """
 
 from weft.models.families.family import Family

@@ -1,7 +1,7 @@
-"""PhiMoE's routers (sparsemixer) draw experts at random in training mode, with a gradient that is estimated.
+"""PhiMoE's routers (sparsemixer) sample experts in training mode, with an estimated gradient.
 
-They run as in inference instead: the best expert, then the next, with HuggingFace's gradient of that forward.
-router_jitter_noise is no noise there, but the distance within which experts share a weight.
+weft runs them in inference mode: the best expert, then the next, with HuggingFace's gradient of that forward. In
+PhiMoE, router_jitter_noise is not noise, but the distance within which experts share a weight.
 """
 
 from weft.models.families.family import Family

@@ -17,7 +17,7 @@ def bounds_from_positions(module: nn.Module, query: Tensor, kwargs: dict[str, An
     if positions is None:
         return query, None
     length = query.shape[2]
-    if length == 1:  # a generation step, or documents of one token, which attend alike
+    if length == 1:  # a generation step, or documents of one token: both have the same attention
         return query, Bounds((1,) * len(positions), padded=True, past=positions[:, 0])
     if positions.shape[0] > 1:
         return query, Bounds((length,) * positions.shape[0], padded=True)
