@@ -556,8 +556,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tampered step": (lambda p: edit_state(p, lambda c: c.update(step=3)), "its checksum differs"),
     "another format": (lambda p: edit_state(p, lambda c: c.update(format=99), sign=True), "has format 99;"),
     "a file missing": (lambda p: (p / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
-    "a file cut short": (lambda p: os.truncate(p / "rank-00000.safetensors", 3000), "has 3,000 bytes and should have"),
-    "an empty file": (lambda p: os.truncate(p / "rank-00000.safetensors", 0), "has 0 bytes and should have"),
+    "a file cut short": (lambda p: os.truncate(p / "rank-00000.safetensors", 3000), "has 3,000 bytes instead of"),
+    "an empty file": (lambda p: os.truncate(p / "rank-00000.safetensors", 0), "has 0 bytes instead of"),
     "files swapped": (swap, "another rank or another save"),
     "a file of another step": (
         lambda p: shutil.copy(p.parent.parent / "step-000002/trainer_state/rank-00001.safetensors", p),

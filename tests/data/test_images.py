@@ -192,7 +192,7 @@ def test_a_model_without_a_processor_reads_text(tmp_path: Path) -> None:
     model = loaded(path)
     text = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     assert len(read(text, model)) == 1
-    with pytest.raises(UserError, match=r"data\[0\]: has images. .*cannot be made.*preprocessor_config.json"):
+    with pytest.raises(UserError, match=r"data\[0\]: has images. .*cannot be created.*preprocessor_config.json"):
         read([question("a", "b", [CAT])], model)
 
 

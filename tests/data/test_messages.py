@@ -445,7 +445,7 @@ def test_the_error_lists_the_keys_and_its_proposal_mends_it() -> None:
     row = {"messages": [{"speaker": "user", "text": "1?"}, {"speaker": "assistant", "text": "One."}]}
     with pytest.raises(UserError) as error:
         rows_trained(row)
-    words = "message 1: has `speaker`, `text`; it needs `role` and `content`. "
+    words = "message 1: has `speaker`, `text`, but needs `role` and `content`. "
     assert f"{words}Set 'data.message_keys={{content: text, role: speaker}}'." in str(error.value)
     assert rows_trained(row, MessageRules(keys={"role": "speaker", "content": "text"})) == ["One.<|end|>"]
     with pytest.raises(UserError, match=r"It has `role`, `text`\. Set 'data\.message_keys=\{content: text\}'"):

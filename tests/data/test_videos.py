@@ -434,7 +434,9 @@ def test_a_video_that_is_no_file(kind: str, tmp_path: Path, qwen: Model, monkeyp
 
 
 def test_families_whose_videos_are_not_read_are_named(folders: Callable[[str], str]) -> None:
-    with pytest.raises(UserError, match=r"data\[0\]: video: weft does not know how InternVLProcessor of mod"):
+    with pytest.raises(
+        UserError, match=r"data\[0\]: video: weft does not support the video input of InternVLProcessor of mod"
+    ):
         read([question_row(video(film(4)))], loaded(folders("internvl")))
     with pytest.raises(UserError, match=r"data.video: weft does not support the video input of InternVLProcessor"):
         loaded(folders("internvl"), video={"fps": 1})

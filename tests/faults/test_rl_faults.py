@@ -345,7 +345,7 @@ def test_a_failing_controller_lets_the_trainers_finish_the_checkpoint(
         start(task, run, *whole_keys(task), "checkpoint.async=true", hook=strike)
     assert complete_steps(run / "checkpoints") == [1]
     printed = capsys.readouterr().err
-    assert "ending   boom: a checkpoint is being written, and finished first, within 600 s (train.timeout)" in printed
+    assert "ending   boom: weft first finishes a checkpoint, within 600 s (train.timeout)" in printed
     assert f"saved    {run}/checkpoints/step-000001" in printed
     monkeypatch.undo()
     start(task, run, "checkpoint.async=false", resume=True)

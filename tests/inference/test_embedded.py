@@ -265,5 +265,5 @@ def test_a_bad_prompt_is_named(name: str, tmp_path: Path) -> None:
 def test_a_chat_without_a_template_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template. Write `prompt`"):
         load_prompts(write_jsonl(tmp_path / "p.jsonl", chat(("user", "a"))), byte_tokenizer(None))
-    with pytest.raises(UserError, match="holds no prompts"):
+    with pytest.raises(UserError, match="contains no prompts"):
         load_prompts(write_jsonl(tmp_path / "empty.jsonl"), byte_tokenizer())

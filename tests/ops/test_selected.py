@@ -301,7 +301,7 @@ def test_what_is_inside_of_a_module_that_carries_state_is_refused() -> None:
 
 def test_a_module_that_gives_no_vector_for_each_token() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0))
-    message = r"hidden/1` in `readouts`: the module gives \[12\], not a vector for each of 3 tokens"
+    message = r"hidden/1` in `readouts`: the module returns \[12\], not a vector for each of 3 tokens"
     with pytest.raises(UserError, match=message), capture_outputs(module, ["0", "1"], 3):
         module(torch.zeros(3, 4))
 

@@ -144,7 +144,7 @@ def test_a_terminal_takes_images(
 
 REFUSED = {
     "none.png": r"--image \(.*none\.png\): there is no such file\.$",
-    "text.png": r"text\.png\): is not a readable image read \(formats: .*\)\.$",
+    "text.png": r"text\.png\): is not a readable image \(formats: .*\)\.$",
     "cut.png": r"cut\.png\): is damaged: image file is truncated",
     "thin.png": r"thin\.png\): the model's processor refuses images of 900 x 2 pixels: ",
     ".": r"is a directory, not an image",
@@ -179,7 +179,7 @@ def test_models_without_images_say_so(files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template, which images need"):
         opened(str(path), files / "a.png")
     (path / "preprocessor_config.json").unlink()
-    with pytest.raises(UserError, match=r"has no images: the image processor of .*vision cannot be made"):
+    with pytest.raises(UserError, match=r"has no images: the image processor of .*vision cannot be created"):
         opened(str(path), files / "a.png")
     assert opened(str(path)).say("who?")
 

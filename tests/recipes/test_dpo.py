@@ -419,7 +419,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["reference.ranks=1", "preference.loss=kto"], "with answers to other prompts"),
     (["lora.rank=4", "reference.ranks=1"], "without its adapters is the reference"),
     (["train.neftune_noise_alpha=5"], "other noise"),
-    (["data.train_on=all"], "behind the prompt"),
+    (["data.train_on=all"], "after the prompt"),
     (["train.loss=a:b"], "preference.loss says what is trained"),
     (["preference.label_smoothing=0.1", "preference.loss=hinge"], "no loss of preference.loss reads it"),
 ]  # fmt: skip

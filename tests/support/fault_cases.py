@@ -168,7 +168,7 @@ CASES = {
     "all raise while a checkpoint is written": FaultCase(
         Fault(do="slow disk, raise", rank=-1, phase="plan", step=3), 2, 1,
         [
-            r"^ending   boom: run/checkpoints/step-000002 is being written, and finished first, within 600 s",
+            r"^ending   boom: weft first finishes run/checkpoints/step-000002, within 600 s",
             r"^saved    run/checkpoints/step-000002 in ", "failed: RuntimeError: boom", "in step 3 of 6, planning",
         ],
         ["checkpoint.every=2", "checkpoint.async=true"], traceback=True, saved=2,

@@ -64,7 +64,7 @@ class DataReport:
         )
         for count, verb in ((self.dropped, "dropped"), (self.truncated, "truncated")):
             text += f"; {count:,} longer documents {verb}" if count else ""
-        text += f"; {len(self.bad):,} bad rows omitted" if self.bad else ""
+        text += f"; {len(self.bad):,} bad rows left out" if self.bad else ""
         if self.in_epoch not in (None, self.documents):
             text += f"; an epoch has {self.in_epoch:,} {self.unit}"
         return "\n".join([text, *(f"         {source}" for source in self.sources)])

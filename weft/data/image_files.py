@@ -166,7 +166,7 @@ def open_image(image: Image, location: str, checks: ImageChecks) -> Iterator[tup
         raise error if isinstance(error, BadRowError) else BadRowError(f"{name}: {error}") from None
     except FileNotFoundError:
         hint = " Paths are relative to the file of the row." if checks.rows else ""
-        raise BadRowError(f"{name}: no such file.{hint}") from None
+        raise BadRowError(f"{name}: there is no such file.{hint}") from None
     except MemoryError as error:
         error.add_note(f"{name}: not enough memory to decode this image. Make it smaller, or remove it.")
         raise

@@ -145,7 +145,7 @@ class WorkerPool:
         while not (ended := [p.returncode for p in self._processes if p.poll() is not None]) and time.monotonic() < end:
             time.sleep(0.01)
         if (oom_kills() or 0) > self._oom_kills:
-            text = "was killed by the kernel for lack of memory. Lower data.workers"
+            text = "was killed by the kernel, which is short of memory. Lower data.workers"
             return ActorError(f"a process that tokenises {text}.", "memory")
         status = ended[0] if ended else 0
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
