@@ -241,7 +241,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "another key": ({"question": "a"}, r"p\.jsonl:2: has `question`; it needs `messages`"),
     "an empty text": ({"prompt": ""}, r"p\.jsonl:2: is empty"),
     "no messages": ({"messages": []}, r"p\.jsonl:2: `messages` is empty"),
-    "answers alone": (chat(("assistant", "a")), r"p\.jsonl:2: holds no message that could be answered"),
+    "answers alone": (chat(("assistant", "a")), r"p\.jsonl:2: contains no message to answer"),
     "a message of another shape": ({"messages": ["a"]}, r"p\.jsonl:2: message 1 must be an object"),
     "a role that the template does not know": (chat(("tool", "a")), r"p\.jsonl:2: .* refused this document: no tools"),
     "a role that weft does not know": (
