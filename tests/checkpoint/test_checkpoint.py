@@ -480,7 +480,9 @@ def test_trainer_state_none_and_another_dtype(tmp_path: Path) -> None:
     assert not (checkpoints / "latest" / "trainer_state").exists()
     weights = load_file(checkpoints / "latest" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    with pytest.raises(AssertionError, match=r"weights only, no trainer state[\s\S]*continue from weights only"):
+    with pytest.raises(
+        AssertionError, match=r"it has weights, but no trainer state[\s\S]*start a new run from the weights only"
+    ):
         process(tmp_path / "run", "2", resume=True, sections=sections)
 
 

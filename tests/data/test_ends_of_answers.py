@@ -139,7 +139,7 @@ def test_transformers_ends_the_turn_of_a_base_model_that_learnt_chats(
         *COMMON,
     ]
     assert cli.main(["sft", *words]) == 0
-    assert "answers end with <|end|>, too" in capfd.readouterr().out
+    assert "answers also end with <|end|>" in capfd.readouterr().out
     latest = tmp_path / "run/checkpoints/latest"
     assert answer_of(latest, "a") == "ok<|end|>"
     assert AutoTokenizer.from_pretrained(latest).eos_token == "</s>"  # documents that are no chats end as before

@@ -355,7 +355,7 @@ BAD_IMAGES = {
     "truncated.png": (encoded(CAT)[:200], "is damaged: "),
     "large.png": (bomb(12_000, 12_000), "12,000 x 12,000 pixels, more than data.max_image_pixels = 89,478,485"),
     "bomb.png": (bomb(100_000, 100_000), "pixels"),
-    "deep.png": (encoded(Image.new("I;16", (9, 9))), "16 bits for a pixel"),
+    "deep.png": (encoded(Image.new("I;16", (9, 9))), "16 bits per pixel"),
     "narrow.png": (encoded(Image.new("RGB", (900, 3))), "processor refuses images of 900 x 3 pixels"),
     "program.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "is not a readable image"),
 }
@@ -388,9 +388,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a column without a place": (user("a", image="a"), "Set 'data.columns={images: image}'"),
     "pixels of one": (
         user([{"type": "image", "image": "a.png", "max_pixels": 9}]),
-        "`max_pixels` of an image is not read: set data.image_pixels",
+        "`max_pixels` of an image is not read. Set data.image_pixels",
     ),
-    "null": (user("<image>a", images=[None]), "`images` holds null"),
+    "null": (user("<image>a", images=[None]), "`images` contains null"),
     "number": (user("a", images=[3]), "an image is a path, a data: URI, base64, or {bytes, path}"),
     "bad base64": (user([{"type": "image", "image": "data:image/png;base64,@@"}]), "is not valid base64"),
     "no base64": (user([{"type": "image", "image": "data:image/png,abc"}]), "is not a data: URI of base64"),
@@ -468,7 +468,7 @@ def test_a_file_of_rows_that_changed_is_an_error(tmp_path: Path, qwen: tuple[Pre
     documents = read(path, qwen)
     assert documents[0].media is not None
     os.utime(path, (1, 1))
-    with pytest.raises(UserError, match="rows.jsonl: has changed while it was read"):
+    with pytest.raises(UserError, match="rows.jsonl: has changed while weft read it"):
         documents[0]
 
 

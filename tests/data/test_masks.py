@@ -309,7 +309,7 @@ def test_train_on() -> None:
     assert (
         trained(encoder_of("qwen2_5"), split) == trained(last, split) == ["Two.<|im_end|>"]
     )  # not the prompt's answer
-    with pytest.raises(UserError, match="message 2 has `train: false`, and data.train_on: all"):
+    with pytest.raises(UserError, match="message 2 has `train: false`, but data.train_on: all"):
         trained(all_roles, CHATS["flags"])
 
 

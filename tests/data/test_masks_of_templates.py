@@ -262,11 +262,11 @@ def test_a_day_is_asked_for_only_where_it_is_written() -> None:
             "text of message 2",
         ),
         ("{% for m in messages[1:] %}" + PLAIN[21:], CHATS["system"]["messages"], "text of message 1"),
-        (PLAIN + "{# thinking #}", CHATS["thinking"]["messages"], "leaves out what message 2 thinks"),
+        (PLAIN + "{# thinking #}", CHATS["thinking"]["messages"], "omits the thoughts of message 2"),
         (
             PLAIN.replace("m.content", "m.content.split('</think>')[-1]"),
             [user("1?"), answer("<think>Hm.</think>One.")],
-            "leaves out what message 2 thinks",
+            "omits the thoughts of message 2",
         ),
     ],
 )

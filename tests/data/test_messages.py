@@ -637,7 +637,7 @@ _TWO = answer("", tool_calls=[*CALL["tool_calls"], _OSLO])
         (
             leaves_out("{% if m.reasoning_content %}", "{% if m.reasoning_content and m.role == 'user' %}"),
             [user("Q"), answer("", reasoning_content="Hm.", tool_calls=CALL["tool_calls"]), RESULT, answer("Noon.")],
-            "leaves out what message 2 thinks",
+            "omits the thoughts of message 2",
         ),
     ],
 )  # fmt: skip

@@ -88,7 +88,7 @@ def test_a_share_of_the_training_data_is_held_out(share: float, seed: int, tmp_p
     assert split.report.digest != unsplit.report.digest
     other_seed = read_run_data(load_config([], [*words, f"eval.share={share}", "train.seed=7"], SftConfig))
     assert {d.source for d in other_seed.held_out.documents[""]} != {d.source for d in held_out}
-    with pytest.raises(UserError, match="eval.share: 0.9 of b .*b.jsonl.*, which has 4 documents, would leave none"):
+    with pytest.raises(UserError, match="eval.share: 0.9 of b .*b.jsonl.*, which has 4 documents, leaves none"):
         read_run_data(load_config([], [*words, "eval.share=0.9"], SftConfig))
     with pytest.raises(UserError, match="eval.share and eval.path are both set"):
         load_config([], [*words, "eval.share=0.5", f"eval.path={tmp_path}/a.jsonl"], SftConfig)
@@ -565,10 +565,10 @@ def test_a_json_column_that_holds_no_json_is_named(tmp_path: Path) -> None:
     parsed = [row.values for block in part.blocks() for row in block.rows(lambda _, error: wrong.append(str(error)))]
     assert [row["x"] for row in parsed] == [{}, "\ud800", None]
     assert [text.partition(": it")[0].partition(".parquet")[2].partition("valid JSON: ")[::2] for text in wrong] == [
-        ("[1]: column `x` is of type Json() and holds text that is not ", "an object has the key `a` twice; keep one."),
-        ("[2]: column `x` is of type Json() and holds text that is not ", wrong[1].partition("valid JSON: ")[2]),
+        ("[1]: column `x` is of type Json(), but its text is not ", "an object has the key `a` twice; keep one."),
+        ("[2]: column `x` is of type Json(), but its text is not ", wrong[1].partition("valid JSON: ")[2]),
     ]
-    with pytest.raises(UserError, match=r"d.parquet\[1\]: column `x` is of type Json\(\) and holds text"):
+    with pytest.raises(UserError, match=r"d.parquet\[1\]: column `x` is of type Json\(\), but its text"):
         load_documents(f"{tmp_path}/d.parquet", byte_tokenizer(), max_length=100)
 
 

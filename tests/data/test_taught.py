@@ -65,7 +65,7 @@ def test_a_column_names_the_teacher(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({IDS: None}, "has no `teacher_top_ids`, and its teacher is `data`"),
+        ({IDS: None}, "has no `teacher_top_ids`, but its teacher is `data`"),
         ({IDS: "7 8"}, "must be a list of lists"),
         ({IDS: [[7, 1]], LOGPROBS: [[-1.0, -1.0]]}, "has 1 entries, but the document has 4 tokens, of which 2 are"),
         ({IDS: [[7], [8]]}, "entry 0 has 1 ids and 2 log-probabilities"),
@@ -76,7 +76,7 @@ def test_a_column_names_the_teacher(tmp_path: Any) -> None:
         ({IDS: [[7, 1], [264]]}, "`teacher_top_ids` has id 264, but the model's vocabulary has 264"),
         ({LOGPROBS: [[-0.5, 0.5], [-0.25]]}, "entry 0 .* log-probability that is not a finite number up to 0"),
         ({LOGPROBS: [[-0.5, -0.6], [-0.25]]}, "entry 0 .* sum above 1. Write log-probabilities, not logits"),
-        ({IDS: [[7, 1], []], LOGPROBS: [[-0.5, -1.5], []]}, "token 3 is trained, and its entry .* is empty"),
+        ({IDS: [[7, 1], []], LOGPROBS: [[-0.5, -1.5], []]}, "token 3 is trained, but its entry .* is empty"),
     ],
 )
 def test_rows_that_are_refused(tmp_path: Any, change: dict[str, Any], message: str) -> None:

@@ -366,7 +366,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "still": (question_row(video(small_film()[0])), "is a still image. A video is a folder or list of frames"),
     "one frame": (question_row(video(small_film(1))), "a video has one frame. Write it as an image"),
     "no frames": (question_row(video([])), "a video has no frames"),
-    "sizes": (question_row(video([*small_film(), base64.b64encode(encoded(picture(8, 8))).decode()])), "have one size"),
+    "sizes": (
+        question_row(video([*small_film(), base64.b64encode(encoded(picture(8, 8))).decode()])),
+        "must have the same size",
+    ),
     "container": (
         question_row(video("data:video/mp4;base64,AAAAIGZ0eXBpc29t")),
         "which is not installed: pip install av",
@@ -383,7 +386,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         question_row(video(small_film(), sample_fps=0)),
         "`sample_fps` must be the frames per second, above 0, not 0",
     ),
-    "fps": (question_row(video(small_film(), fps=1)), "`fps` of a video is not read: set data.video"),
+    "fps": (question_row(video(small_film(), fps=1)), "`fps` of a video is not read. Set data.video"),
     "many": (question_row(video(small_film(9))), "has 9 frames, but data.video allows 8"),
     "URL": (question_row(video("https://example.com/a.gif")), "fetches URLs only with data.fetch_images=true"),
     "URL of a frame": (

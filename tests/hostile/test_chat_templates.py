@@ -112,7 +112,9 @@ def test_a_rendering_may_be_long_where_its_conversation_is() -> None:
 def test_whatever_a_template_raises_is_the_rows_error(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_bounds, "SECONDS", 0.2)
     encoder = Encoder(byte_tokenizer(source), Encoding())
-    with pytest.raises(UserError, match=r"^a.jsonl:3: the chat template (was stopped|refused)") as caught:
+    with pytest.raises(
+        UserError, match=r"^a.jsonl:3: (weft stopped the chat template|the chat template refused)"
+    ) as caught:
         encoder.encode([Record("a.jsonl:3", "messages", {"messages": ROW})])
     assert len(str(caught.value)) < 600
 

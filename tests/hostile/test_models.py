@@ -373,7 +373,7 @@ def test_a_normaliser_that_fills_the_memory_is_refused(replaces: Any, words: str
     [
         ({"num_hidden_layers": "2"}, "cannot read a model config.*num_hidden_layers"),
         ({"num_hidden_layers": 2.0}, "cannot read a model config.*num_hidden_layers.*2.0"),
-        ({"dtype": "auto"}, "config.json: dtype is 'auto', and torch has no such dtype"),
+        ({"dtype": "auto"}, "config.json: dtype is 'auto', but torch has no such dtype"),
     ],
 )
 def test_a_config_at_fault_is_not_blamed_on_the_tokenizer(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_targets_by_pattern() -> None:
     ("keys", "words"),
     [
         ({"targets": ("q_prj",)}, "lora.targets: 'q_prj' matches nothing in this model; did you mean"),
-        ({"targets": ("self_attn",)}, "holds some: write self_attn.*"),
+        ({"targets": ("self_attn",)}, "contains layers. Write self_attn.*"),
         ({"targets": ("input_layernorm",)}, "cannot be adapted"),
         ({"modules_to_save": ("head",)}, "lora.modules_to_save: 'head' matches no module"),
     ],

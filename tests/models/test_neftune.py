@@ -202,7 +202,7 @@ def refused() -> None:
     assert simulated.noisy and simulated.ahead().noisy
     embedding = engine.module.get_submodule(engine.module.facts.embedding)
     engine.module.base.register_forward_pre_hook(lambda *_: embedding(torch.ones(1, 3, dtype=torch.int64)) and None)
-    with pytest.raises(UserError, match=r"the embedding gives \(1, 3, 64\) for a row of"):
+    with pytest.raises(UserError, match=r"the embedding returns \(1, 3, 64\) for a row of"):
         engine.accumulate(plan, engine.rows(plan, documents, CrossEntropy(), STEP), CrossEntropy())
 
 

@@ -353,7 +353,7 @@ def test_answers_with_labels(tmp_path: Path) -> None:
     answers = said(pair_rows(tmp_path, *rows, **{"preference.loss": "kto"}))
     assert [role for role, _, _ in answers] == ["desired", "undesired"]
     assert [text[:3] for _, _, text in answers] == ["goo", "bad"]
-    with pytest.raises(UserError, match=r"rows.jsonl:1: is one answer with a label.*preference.loss=kto"):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: is an answer with a label.*preference.loss=kto"):
         pair_rows(tmp_path, *rows)
 
 

@@ -182,7 +182,7 @@ def test_prompts_with_other_images_are_other_prompts() -> None:
 
 
 def test_what_marks_an_image_is_no_text() -> None:
-    with pytest.raises(UserError, match=r"data\[0\]: a text holds <\|image_pad\|>"):
+    with pytest.raises(UserError, match=r"data\[0\]: a text contains <\|image_pad\|>"):
         read(FAMILY, [question_row("what is <|image_pad|>?")])
     with pytest.raises(UserError, match=r"has 1 image in `images` and 2 places"):
         read(FAMILY, [{"prompt": [{"role": "user", "content": "<image> or <image>?"}], "images": ["x"]}])
