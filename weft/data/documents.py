@@ -66,7 +66,7 @@ class DataReport:
             text += f"; {count:,} longer documents {verb}" if count else ""
         text += f"; {len(self.bad):,} bad rows left out" if self.bad else ""
         if self.in_epoch not in (None, self.documents):
-            text += f"; an epoch has {self.in_epoch:,} {self.unit}"
+            text += f"; an epoch takes {self.in_epoch:,} {self.unit}"
         return "\n".join([text, *(f"         {source}" for source in self.sources)])
 
     def template_use(self, data: DataConfig, template: bool) -> str:
