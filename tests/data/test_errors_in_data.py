@@ -88,7 +88,7 @@ CASES = [
     Case("csv with a comma too many", text('text,id\na,1\n"b\n",2\nc,d,3\n'), ":5: ",
          ["has 3 fields, but the header has 2", "double quotes"], file="d.csv"),
     Case("csv divided by semicolons", text("question;answer\na;b\n"), ":2: ",
-         ["has `question;answer`", "separated by `;`", "by commas: python3 -c 'import csv, sys;"], file="d.csv"),
+         ["has `question;answer`", "separated by `;`. The command python3 -c 'import csv, sys;"], file="d.csv"),
     Case("csv divided by semicolons, in quotes", text('"a";"b"\n"1";"2"\n'), ":1: ",
          ["is not valid CSV", "separated by `;`", "-commas.csv"], file="d.csv"),
     Case("csv divided by semicolons, with a comma", text("a;b\n1,5;2\n"), ":2: ",

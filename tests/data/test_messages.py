@@ -300,7 +300,7 @@ def test_arguments_that_are_empty(arguments: Any) -> None:
 @pytest.mark.parametrize("arguments", ["[1]", "3", '"a"', "true", [1], 3, True, "{a: 1}"])
 def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
-    with pytest.raises(UserError, match="d:1: message 2: call 1: `arguments` (must be an object|is no JSON)"):
+    with pytest.raises(UserError, match="d:1: message 2: call 1: `arguments` (must be an object|is not valid JSON)"):
         rows_trained({"messages": [user("Time?"), answer("", tool_calls=[call])]})
 
 

@@ -107,7 +107,7 @@ def test_held_out_documents_that_are_trained_on_are_counted(long: str, tmp_path:
     ]  # fmt: skip
     lines = read_run_data(load_config([], [*words, f"eval.path={tmp_path}/held.jsonl"], SftConfig)).held_out.lines()
     (hint,) = [line for line in lines if line.startswith("hint")]
-    assert "2 of the 5 held-out documents are in the training data, too" in hint
+    assert "2 of the 5 held-out documents are also in the training data" in hint
     assert f"{tmp_path}/held.jsonl:1 equals {tmp_path}/train.jsonl:8." in hint
     named = read_run_data(load_config([], [*words, f"eval.sources=[{{name: new, path: {tmp_path}/held.jsonl}}]"]))
     assert any(line.startswith("hint     new: 2 of the 5") for line in named.held_out.lines())
@@ -282,7 +282,7 @@ def test_the_proposal_for_a_file_divided_by_semicolons_works(tmp_path: Path) -> 
     path.write_text('question;answer\n"1;\n2";"a ""b"", c"\n')
     with pytest.raises(UserError) as caught:
         records(str(path))
-    run(["sh", "-c", str(caught.value).partition("The command ")[2].partition(" writes them")[0]], check=True)
+    run(["sh", "-c", str(caught.value).partition("The command ")[2].partition(" separates them")[0]], check=True)
     copied = str(path).replace(".csv", "-commas.csv")
     assert values(copied, columns={"prompt": "question", "completion": "answer"}) == [
         {"prompt": "1;\n2", "completion": 'a "b", c'}

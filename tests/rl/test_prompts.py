@@ -132,7 +132,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
         read([{"prompt": "c"}, {"prompt": "b", "answer": "d"}]),
     )
     (line,) = HeldOutPrompts({"": held_out}).leaks(training)
-    assert line.startswith("hint     1 of the 2 held-out prompts are in the training data, too")
+    assert line.startswith("hint     1 of the 2 held-out prompts are also in the training data")
     assert "data[1] equals data[1]" in line
     assert HeldOutPrompts({"new": read([{"prompt": "e"}])}).leaks(training) == []
 

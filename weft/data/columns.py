@@ -91,7 +91,7 @@ def divided_otherwise(path: str, header: str) -> str:
         return f"{finding}: separate them by commas."
     code = f'import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter="{sign}"))'
     command = f"python3 -c {shlex.quote(code)} < {shlex.quote(path)} > {shlex.quote(name[:-4] + '-commas.csv')}"
-    return f"{finding}. This command separates them by commas: {command}"
+    return f"{finding}. The command {command} separates them by commas."
 
 
 # ---------------------------------------------------------------- columns of other trainers' data

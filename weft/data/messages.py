@@ -412,7 +412,7 @@ def _check_part(location: str, part: Any, rules: MessageRules, read: Sequence[st
     if part["type"] in read:
         return
     if part["type"] in ("thinking", "reasoning"):
-        raise UserError(f"{location} is a thought. Write it to `reasoning_content` of the message.")
+        raise UserError(f"{location} is a thought. Write it as `reasoning_content` of the message.")
     if part["type"] != "text":
         raise UserError(f"{location} is of type {json.dumps(part['type'])}: {_reads(read)}. Remove it.")
     if not isinstance(part.get("text"), str):
