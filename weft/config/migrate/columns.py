@@ -51,6 +51,10 @@ def take_sources(draft: Draft, name: str, entries: Any) -> None:
         return
     section = TABLES.shared.sources.lists[name]
     sources = [_source(draft, name, entry) for entry in entries]
+    stems = [source.get("name") or Path(str(source["path"])).stem for source in sources]
+    for index, source in enumerate(sources):  # a data set may be listed several times
+        if (before := stems[:index].count(stems[index])) > 0:
+            source["name"] = f"{stems[index]}-{before + 1}"
     if len(sources) > 1 or (section == "eval" and len(sources[0]) > 1):
         draft.take(f"{section}.sources", sources, name)
     elif sources:

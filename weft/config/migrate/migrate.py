@@ -20,7 +20,7 @@ from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_datasets, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
-from weft.config.migrate.nemo_rl import NemoRl
+from weft.config.migrate.nemo_rl import NemoRl, settings_in_use, take_schedule
 from weft.config.migrate.openrlhf import OpenRlhf
 from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
 from weft.config.migrate.prime_rl import PrimeRl
@@ -45,6 +45,10 @@ _HEAD = """\
 # {known}
 # Then look at it with `weft {command} THIS --dry-run`. Every key is in docs/reference/config.md.
 """
+_RATE = (
+    "schedule: update k has the schedule's rate at k here, and at k - 1 there, where the scheduler steps behind the "
+    "update: its warm-up and its decay are one update late."
+)
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
 _REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # beside model and data
 # trainer -> what reads its algorithms
@@ -83,10 +87,16 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     former = trainer.table.former
     settings = {former.get(name.lower(), name): value for name, value in settings.items()}
     settings = dict(_without_no(name, value) for name, value in settings.items())
-    draft = Draft(trainer, schema)
+    unused: dict[str, str] = {}
+    if trainer.name == "nemo_rl":
+        settings, unused = settings_in_use(settings)
+    draft = Draft(trainer, schema, notes=unused)
     algorithm = None if draft.rl is None else _ALGORITHMS[trainer.name].class_for(settings)
     _take_names(draft, settings, algorithm)
     _add_defaults(draft, settings)
+    if trainer.name == "nemo_rl" and algorithm is None:
+        original, drafted, is_same = take_schedule(draft, settings)
+        draft.notes |= {} if is_same else {"policy.scheduler": f"{original} there, {drafted} here."}
     if draft.command == "dpo":
         settle_preferences(draft, settings)
     elif draft.command == "reward":
@@ -398,8 +408,22 @@ def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:
         shape, _, name = draft.values.pop("schedule.decay")
         draft.take("schedule.name", shape, name)
     columns_of_sources(draft)
+    _settle_quantised(draft)
     if draft.rl is None:
         draft.fit_row(draft.value("data.max_length") or 0, "document")
+
+
+def _settle_quantised(draft: Draft) -> None:
+    """Drop what weft refuses beside a quantised base."""
+    base = draft.value("lora.base", "compute")
+    if base == "compute" or draft.value("lora.rank") is None:
+        return
+    for key, because in (
+        ("model.compile", "compiled layers would store the dequantised weights"),
+        ("fsdp.cpu_offload", "its scales stay on the accelerator"),
+    ):
+        if draft.value(key):
+            draft.drop(key, f"{key} does not go together with lora.base={base}: {because}.")
 
 
 def _add_defaults(draft: Draft, settings: Mapping[str, Any]) -> None:
@@ -579,6 +603,11 @@ def _render(draft: Draft) -> str:
             if isinstance(value, str) and "$" in value:
                 origin += ": write it out, weft knows no variables"
             lines.append(f"  {leaf}: {written(value)}" + (f"  # {origin}" if origin != leaf else ""))
+    constant = draft.value("schedule.name", draft.keys["schedule.name"].default) == "constant"
+    ratio = draft.value("schedule.warmup_ratio", draft.keys["schedule.warmup_ratio"].default)
+    is_warmed = bool(draft.value("schedule.warmup_steps", ratio))
+    if draft.trainer.table.steps_behind and (is_warmed or not constant):
+        lines += ["\n# Changed meaning:", *textwrap.wrap(_RATE, 116, initial_indent="#   ", subsequent_indent="#     ")]
     by_advice: dict[str, list[str]] = {}
     for name, advice in draft.notes.items():
         by_advice.setdefault(advice, []).append(name)

@@ -118,7 +118,7 @@ _COMMANDS = {
     PREFERENCES: "`weft dpo` trains on preferences, and docs/how-to/dpo.md has its keys.",
 }
 
-_ALGORITHMS = re.compile(r"online_dpo|nash_md|xpo|grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
+_ALGORITHMS = re.compile(r"online_dpo|nash_md|xpo|gdpo|grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
 _ESTIMATORS = ("adv_estimator", "advantage_estimator")  # names whose value is the algorithm
 _OF_NAMES = {"rloo_k": "RLOO", "reward_model_path": "PPO", "normalize_advantages": "RLOO", "desirable_weight": "KTO"}
 _OF_PAIRS, _OF_PPO = {"missing_eos_penalty", "judge", "max_new_tokens"}, {"response_length", "num_ppo_epochs"}  # TRL's

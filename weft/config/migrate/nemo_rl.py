@@ -9,10 +9,11 @@ with names of later versions. Every key that defines the algorithm is written, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from weft.config.migrate.algorithm import Algorithm
-from weft.config.migrate.draft import numbers_of
+from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.yaml12 import show
 
 # Name -> the value of grpo_math_1B.yaml, of everything that is read here.
@@ -64,6 +65,102 @@ DEFAULTS: dict[str, Any] = {
     "data.max_input_seq_length": None,
 }
 _LOSS, _GENERATION = "loss_fn", "policy.generation"
+# Sections that count although their `enabled` is false.
+_ALWAYS = ("checkpointing", "policy.generation.colocated", "policy.dynamic_batching", "grpo.async_grpo")
+_MEGATRON = "policy.megatron_cfg"
+_TRAINED = {"prompt": "instruction", "answer": "output"}  # columns that are trained, rather than rewarded
+# Names of Megatron's section -> the names that say the same of PyTorch's.
+_OF_MEGATRON = {
+    "tensor_model_parallel_size": "policy.dtensor_cfg.tensor_parallel_size",
+    "context_parallel_size": "policy.dtensor_cfg.context_parallel_size",
+    "activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "expert_model_parallel_size": "expert_model_parallel_size",
+    "optimizer.optimizer": "policy.optimizer.name",
+    "optimizer.lr": "policy.optimizer.kwargs.lr",
+    "optimizer.weight_decay": "policy.optimizer.kwargs.weight_decay",
+    "optimizer.adam_eps": "policy.optimizer.kwargs.eps",
+    **{f"peft.{leaf}": f"policy.dtensor_cfg.lora_cfg.{leaf}"
+       for leaf in ("enabled", "dim", "alpha", "dropout", "target_modules")},
+}  # fmt: skip
+# Data sets that NeMo-RL knows by a name -> a source of weft, without the split that is the hub's only one.
+_DATASETS: dict[str, dict[str, Any]] = {
+    "AIME2024": {"path": "HuggingFaceH4/aime_2024", "columns": {"prompt": "problem", "answer": "answer"}},
+    "DAPOMath17K": {"path": "BytedTsinghua-SIA/DAPO-Math-17k", "columns": {"answer": "reward_model.ground_truth"}},
+    "DAPOMathAIME2024": {"path": "BytedTsinghua-SIA/AIME-2024", "columns": {"answer": "reward_model.ground_truth"}},
+    "DeepScaler": {
+        "path": "agentica-org/DeepScaleR-Preview-Dataset", "columns": {"prompt": "problem", "answer": "answer"},
+    },
+    "HelpSteer3": {"path": "nvidia/HelpSteer3", "subset": "preference"},
+    "OpenMathInstruct-2": {
+        "path": "nvidia/OpenMathInstruct-2", "split": "train_1M",
+        "columns": {"prompt": "problem", "answer": "expected_answer"},
+    },
+    "OpenR1-Math-220k": {"path": "open-r1/OpenR1-Math-220k", "columns": {"prompt": "problem", "answer": "answer"}},
+    "Tulu3Preference": {"path": "allenai/llama-3.1-tulu-3-8b-preference-mixture"},
+    "geometry3k": {"path": "hiyouga/geometry3k", "columns": {"prompt": "problem", "answer": "answer"}},
+    "gsm8k": {"path": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question", "answer": "answer"}},
+    "squad": {"path": "rajpurkar/squad"},
+    "tulu3_sft_mixture": {"path": "allenai/tulu-3-sft-mixture"},
+}  # fmt: skip
+
+
+def settings_in_use(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """(The settings that have an effect, under the names that NemoRl and the table know; name -> advice about those
+    that have none). Sections that are switched off are left out, Megatron's settings have the names of PyTorch's, and
+    data sets that NeMo-RL knows by a name are where they are on the hub."""
+    is_off = {
+        name.removesuffix(".enabled") for name, value in settings.items() if name.endswith(".enabled") and not value
+    }
+    is_off -= {*_ALWAYS}
+    is_off = {part for part in is_off if not any(part.startswith(f"{other}.") for other in is_off)}
+    notes = {f"{part}.*": "its `enabled` is false: nothing of it counts." for part in sorted(is_off)}
+    known = {name: value for name, value in settings.items() if not any(name.startswith(f"{part}.") for part in is_off)}
+    if known.get(f"{_MEGATRON}.enabled"):
+        trained = {
+            name: value
+            for name, value in known.items()
+            if not name.startswith(("policy.optimizer", "policy.scheduler", "policy.dtensor_cfg"))
+        }
+        new_names = {f"{_MEGATRON}.{leaf}": name for leaf, name in _OF_MEGATRON.items()}
+        known = {new_names.get(name, name): value for name, value in trained.items()}
+        betas = [settings.get(f"{_MEGATRON}.optimizer.adam_beta{number}") for number in (1, 2)]
+        if None not in betas:
+            known["policy.optimizer.kwargs.betas"] = betas
+        known["policy.scheduler"] = _schedulers(settings)
+    for part in ("train", "validation"):
+        name, path, split = (known.pop(f"data.{part}.{leaf}", None) for leaf in ("dataset_name", "data_path", "split"))
+        if name is None and path is None:
+            continue
+        source = {**_DATASETS.get(str(name), {"path": path or name}), **({"split": split} if split else {})}
+        if "columns" in source and not any(setting.startswith("grpo.") for setting in settings):
+            source["columns"] = {_TRAINED[leaf]: column for leaf, column in source["columns"].items()}
+        known |= (
+            {f"data.{leaf}": value for leaf, value in source.items()} if part == "train" else {"eval.sources": [source]}
+        )
+    return known, notes
+
+
+def _schedulers(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Megatron's schedule as the list of torch's schedulers that policy.scheduler would be."""
+
+    def of(leaf: str, section: str = "scheduler") -> Any:
+        return settings.get(f"{_MEGATRON}.{section}.{leaf}")
+
+    peak, lowest = (next(numbers_of(of(leaf, "optimizer")), 0) for leaf in ("lr", "min_lr"))
+    schedulers: list[dict[str, Any]] = []
+    if (warmup := of("lr_warmup_iters")) and peak:
+        start = next(numbers_of(of("lr_warmup_init")), 0) / peak
+        schedulers.append(
+            {"name": "LinearLR", "kwargs": {"start_factor": float(f"{start:.6g}"), "total_iters": warmup}}
+        )
+    shape = {"cosine": "CosineAnnealingLR", "linear": "LinearLR"}.get(str(of("lr_decay_style")), "ConstantLR")
+    if shape == "CosineAnnealingLR":
+        schedulers.append({"name": shape, "kwargs": {"eta_min": lowest, "T_max": of("lr_decay_iters")}})
+    elif shape == "LinearLR":
+        end = lowest / peak if peak else 0
+        schedulers.append({"name": shape, "kwargs": {"end_factor": end, "total_iters": of("lr_decay_iters")}})
+    return schedulers
 
 
 class NemoRl(Algorithm):
@@ -248,35 +345,41 @@ class NemoRl(Algorithm):
 
     def schedule(self, updates: int) -> None:
         """Set the schedule from torch's schedulers. updates: optimizer steps of a rollout step."""
-        listed = self.value("policy.scheduler")
-        if listed is None:  # one scheduler, whose arguments have names of their own
-            prefix = "policy.scheduler."
-            one = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
-            kwargs = {name.removeprefix("kwargs."): value for name, value in one.items() if name != "name"}
-            listed = [{"name": one["name"], "kwargs": kwargs}] if one else []
-        shape, texts = "constant", []
-        for scheduler in listed:
-            if "name" not in scheduler:
-                continue
-            kind, kwargs = str(scheduler["name"]).rpartition(".")[2], scheduler.get("kwargs") or {}
-            texts.append(f"{kind} {show(dict(kwargs))}")
-            if kind == "LinearLR" and next(numbers_of(kwargs.get("start_factor")), 1) < 1:
-                self.take("schedule.warmup_steps", kwargs.get("total_iters"), "policy.scheduler")
-            elif kind == "LinearLR":
-                shape = "linear"
-            elif kind == "CosineAnnealingLR":
-                shape, peak = "cosine", next(numbers_of(self.draft.value("optimizer.lr")), None)
-                lowest = next(numbers_of(kwargs.get("eta_min", 0)), 0)
-                if peak:
-                    self.take(
-                        "schedule.min_lr_ratio", float(f"{lowest / peak:.6g}"), "policy.scheduler", "eta_min / lr"
-                    )
-        self.take("schedule.name", shape, "policy.scheduler")
-        if self.draft.value("schedule.warmup_steps") and "schedule.warmup_ratio" in self.draft.values:
-            self.draft.values.pop("schedule.warmup_ratio")
-        drafted = shape + (", after a warm-up from 0" if self.draft.value("schedule.warmup_steps") else "")
-        constant = not listed or (len(texts) == 1 and shape == "constant")
+        original, drafted, is_same = take_schedule(self.draft, self.settings)
         of_update = ", of each update" if updates > 1 else ""
-        (self.same if constant else self.differs)(
-            "schedule of the learning rate", f"{', '.join(texts) or 'constant'}, by rollout steps", drafted + of_update
+        (self.same if is_same else self.differs)(
+            "schedule of the learning rate", f"{original}, by rollout steps", drafted + of_update
         )
+
+
+def take_schedule(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str, bool]:
+    """Set the schedule from torch's schedulers in policy.scheduler. Returns (theirs, in words; the draft's, in words;
+    whether they are the same)."""
+    name = "policy.scheduler"
+    listed = settings.get(name)
+    if listed is None:  # one scheduler, whose arguments have names of their own
+        one = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
+        kwargs = {key.removeprefix("kwargs."): value for key, value in one.items() if key != "name"}
+        listed = [{"name": one["name"], "kwargs": kwargs}] if one else []
+    shape, texts = "constant", []
+    for scheduler in listed:
+        if "name" not in scheduler:
+            continue
+        kind, kwargs = str(scheduler["name"]).rpartition(".")[2], scheduler.get("kwargs") or {}
+        texts.append(f"{kind} {show(dict(kwargs))}")
+        peak = next(numbers_of(draft.value("optimizer.lr")), None)
+        if kind == "LinearLR" and next(numbers_of(kwargs.get("start_factor")), 1) < 1:
+            draft.take("schedule.warmup_steps", kwargs.get("total_iters"), name)
+        elif kind == "LinearLR":
+            shape = "linear"
+            draft.take("schedule.min_lr_ratio", next(numbers_of(kwargs.get("end_factor")), 1), name, "end_factor")
+        elif kind == "CosineAnnealingLR":
+            shape = "cosine"
+            lowest = next(numbers_of(kwargs.get("eta_min", 0)), 0)
+            if peak:
+                draft.take("schedule.min_lr_ratio", float(f"{lowest / peak:.6g}"), name, "eta_min / lr")
+    draft.take("schedule.name", shape, name)
+    if draft.value("schedule.warmup_steps"):
+        draft.values.pop("schedule.warmup_ratio", None)
+    drafted = shape + (", after a warm-up from 0" if draft.value("schedule.warmup_steps") else "")
+    return ", ".join(texts) or "constant", drafted, all(text.startswith("ConstantLR") for text in texts)

@@ -16,7 +16,7 @@ _LOSSES_OF = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "cpo
 _RENAMED = {"aot_pair": "aot_unpaired"}
 _OF_CPO = {"sigmoid": "cpo", "simpo": "simpo"}
 # Names of the factor on the cross entropy of chosen answers, which is added to the loss.
-_CROSS_ENTROPY = ("rpo_alpha", "pref_ftx")
+_CROSS_ENTROPY = ("rpo_alpha", "pref_ftx", "sft_loss_weight")
 # Loss: what weft computes otherwise on more than one micro-batch. docs/reference/preference-losses.md has all.
 _DIFFERS = {
     "kto": "z of `kto` is the mean over the optimizer step here, and over a micro-batch there.",

@@ -22,6 +22,8 @@ _ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _PROBE = re.compile(r"\$\([^()`]*\|\|\s*echo\s+(\w+)\s*\)")  # $(command && echo this || echo that): that
 _PATTERNS = re.compile(r"(?m)^\s*[\w*?.-]+(?:\s*\|\s*[\w*?.-]+)+\)")  # of a branch of `case`: gpu | npu)
 _EITHER = "\x1f"  # in place of their |, which elsewhere ends a command
+# read -r -d '' NAME <<EOF ... EOF
+_DOCUMENT = re.compile(r"(?ms)^\s*read\b[^\n]*?(\w+) <<-?\s*(['\"]?)(\w+)\2[ \t]*\n(.*?)^\s*\3[ \t]*$")
 _PYTHON = re.compile(r"(?ms)python[\d.]* - <<-?\s*(['\"]?)(\w+)\1.*?^\s*\2\s*$")  # a program in the script
 _MAX_WORD = 100_000  # characters of a word: variables that hold variables can grow exponentially
 # A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
@@ -60,6 +62,7 @@ def _read_words(text: str) -> dict[str, list[str]]:
     arrays, passed = dict[str, list[str]](), set[str]()
     array = ""  # that the lines being read fill
     text = _PYTHON.sub("", re.sub(r"(?m)(^|\s)#.*$", "", text))
+    text = _DOCUMENT.sub(lambda match: f"{match[1]}={shlex.quote(match[4])}", text)
     text = _PROBE.sub(r"\1", text)
     text = _PATTERNS.sub(lambda match: re.sub(r"\s*\|\s*", _EITHER, match[0]), text)
     for words in _lines(text):

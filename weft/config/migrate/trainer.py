@@ -109,8 +109,9 @@ class Table:
     a number of rows of the greatest length. lora: the name that says whether there are adapters -> the values with
     which there are; the value "" stands for an unset name. balancing: default factor of the auxiliary loss of a mixture
     of experts. companion: whether the trainer's file accompanies that of another. vision: name -> default for models
-    with images. devices: names of the list of training devices. rl_draft: reinforcement learning, if drafts of it can
-    be made. jobs: the same for weft's commands dpo, reward and distill.
+    with images. devices: names of the list of training devices. steps_behind: whether update k has the schedule's rate
+    at k - 1, as where a scheduler of PyTorch or Megatron steps behind the update. rl_draft: reinforcement learning, if
+    drafts of it can be made. jobs: the same for weft's commands dpo, reward and distill.
     """
 
     title: str
@@ -134,6 +135,7 @@ class Table:
     companion: bool = False
     vision: dict[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
+    steps_behind: bool = True
     rl_draft: RlDraft | None = None
     jobs: dict[str, JobDraft] = field(default_factory=dict)
 

@@ -1,0 +1,157 @@
+"""Kinds of public configs whose drafts did not load, or said something else than the config, reduced to the cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weft.config import load_config
+from weft.config.commands import SCHEMAS
+from weft.config.migrate.migrate import migrate
+from weft.errors import UserError
+
+NEMO = """
+cluster: {gpus_per_node: 8, num_nodes: 1}
+checkpointing: {enabled: true, checkpoint_dir: results, save_period: 10, metric_name: null, keep_top_k: 3}
+policy:
+  model_name: org/model
+  train_global_batch_size: 128
+  train_micro_batch_size: 2
+  max_total_sequence_length: 1024
+  precision: bfloat16
+  max_grad_norm: 1.0
+"""
+TORCH = """
+  dtensor_cfg:
+    enabled: true
+    tensor_parallel_size: 2
+    lora_cfg: {enabled: false, dim: 8, alpha: 32, target_modules: [], match_all_linear: true}
+  megatron_cfg: {enabled: false, tensor_model_parallel_size: 4, optimizer: {lr: 9.0e-1}}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6, weight_decay: 0.1, betas: [0.9, 0.98], eps: 1.0e-5}}
+  scheduler:
+    - {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 20}}
+    - {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10000000000}}
+    - {milestones: [20]}
+"""
+MEGATRON = """
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 8}
+  megatron_cfg:
+    enabled: true
+    tensor_model_parallel_size: 4
+    optimizer: {optimizer: adam, lr: 2.0e-6, min_lr: 2.0e-7, weight_decay: 0.01, adam_beta1: 0.9, adam_beta2: 0.999,
+                adam_eps: 1.0e-8}
+    scheduler: {lr_decay_style: cosine, lr_decay_iters: 1000, lr_warmup_iters: 13, lr_warmup_init: 2.0e-7}
+"""
+PAIRS = (
+    "\ndata: {shuffle: true, train: {dataset_name: HelpSteer3, split: train}, validation: {dataset_name: HelpSteer3}}\n"
+)
+DPO = (
+    "\ndpo: {max_num_epochs: 1, max_num_steps: 150, reference_policy_kl_penalty: 0.05, sft_loss_weight: 0.5, seed: 7}\n"
+)
+MATH = "\ndata: {train: {dataset_name: DeepScaler}, validation: {dataset_name: AIME2024}}\n"
+RM = "\nrm: {max_num_epochs: 1, val_period: 16}\n"
+SFT = "\nsft: {max_num_steps: 60, val_period: 10, seed: 42}\n"
+QLORA = """
+base_model: org/model
+load_in_4bit: true
+adapter: qlora
+lora_r: 8
+lora_target_linear: true
+torch_compile: true
+fsdp_config: {offload_params: true}
+datasets: [{path: org/twice, type: alpaca}, {path: org/twice, type: alpaca}]
+micro_batch_size: 1
+learning_rate: 0.0002
+"""
+HEREDOC = """
+read -r -d '' training_commands <<EOF
+openrlhf.cli.train_sft \\
+   --data.max_len 2048 \\
+   --data.dataset org/questions \\
+   --train.batch_size 256 \\
+   --model.model_name_or_path org/model \\
+   --ckpt.save_steps -1 \\
+   --adam.lr 5e-6 \\
+   --ds.packing_samples
+EOF
+if [[ ${1} != "slurm" ]]; then
+    deepspeed --module $training_commands
+fi
+"""
+
+
+def draft(tmp_path: Path, text: str, file: str = "theirs.yaml") -> tuple[str, str]:
+    """(The draft, weft's command for it)."""
+    (tmp_path / file).write_text(text)
+    made = migrate([str(tmp_path / file)])
+    return made, made.partition("with `weft ")[2].split()[0]
+
+
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "NeMo-RL's DPO": ("a.yaml", NEMO + TORCH + PAIRS + DPO, "dpo", {
+        "preference.beta": 0.05, "preference.loss": ("sigmoid", "sft"), "preference.weights": (1.0, 0.5),
+        "train.steps": 150, "train.seed": 7, "mesh.tp": 2, "optimizer.lr": 5e-6, "schedule.name": "constant",
+        "schedule.warmup_steps": 20, "lora.rank": None, "data.path": "nvidia/HelpSteer3", "data.subset": "preference",
+    }),
+    "NeMo-RL's reward model": ("a.yaml", NEMO + TORCH + PAIRS + RM, "reward", {
+        "reward.loss": "bradley_terry", "train.epochs": 1, "eval.every": 16, "optimizer.betas": (0.9, 0.98),
+    }),
+    "NeMo-RL's SFT by Megatron": ("a.yaml", NEMO + MEGATRON + MATH + SFT, "sft", {
+        "optimizer.lr": 2e-6, "optimizer.weight_decay": 0.01, "optimizer.betas": (0.9, 0.999), "mesh.tp": 4,
+        "schedule.name": "cosine", "schedule.warmup_steps": 13, "schedule.min_lr_ratio": 0.1,
+        "data.path": "agentica-org/DeepScaleR-Preview-Dataset",
+    }),
+    "axolotl's QLoRA": ("a.yaml", QLORA, "sft", {
+        "lora.base": "nf4", "fsdp.cpu_offload": False, "model.compile": "auto",
+    }),
+    "OpenRLHF's script with a document": ("a.sh", HEREDOC, "sft", {
+        "model.path": "org/model", "step.documents": 256, "optimizer.lr": 5e-6, "data.max_length": 2048,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_draft_loads_and_means_the_same(name: str, tmp_path: Path) -> None:
+    file, text, command, expected = CASES[name]
+    made, drafted_command = draft(tmp_path, text, file)
+    assert drafted_command == command
+    (tmp_path / "mine.yaml").write_text(made)
+    config = load_config([str(tmp_path / "mine.yaml")], [], SCHEMAS[command], weights=False)
+    got = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in expected}
+    assert got == expected
+
+
+def test_held_out_data_does_not_replace_the_data(tmp_path: Path) -> None:
+    sections = yaml.safe_load(draft(tmp_path, NEMO + TORCH + MATH + SFT)[0])
+    assert sections["data"]["path"] == "agentica-org/DeepScaleR-Preview-Dataset"
+    assert sections["eval"]["sources"][0]["path"] == "HuggingFaceH4/aime_2024"
+
+
+def test_a_section_that_is_off_is_named_in_one_line(tmp_path: Path) -> None:
+    made = draft(tmp_path, NEMO + TORCH + MATH + SFT)[0]
+    assert "policy.megatron_cfg.*: its `enabled` is false" in made.replace("\n#     ", " ")
+    assert "megatron_cfg.tensor_model_parallel_size" not in made
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (NEMO + MATH + "\ndistillation: {num_prompts_per_step: 128}\nteacher: {model_name: org/teacher}\n",
+         "it is a distillation config of NeMo-RL"),
+        ("algorithm: {adv_estimator: gdpo}\nactor_rollout_ref: {model: {path: org/model}}\n",
+         "it is a GDPO config of verl"),
+    ],
+)  # fmt: skip
+def test_what_has_no_draft_is_called_what_it_is(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        draft(tmp_path, text)
+
+
+@pytest.mark.parametrize(("shape", "says"), [("linear", True), ("constant", False), ("constant_with_warmup", True)])
+def test_the_draft_says_that_rates_are_one_update_earlier(shape: str, says: bool, tmp_path: Path) -> None:
+    warmup = "warmup_steps: 10\n" if "warmup" in shape else ""
+    trl = f"model_name_or_path: org/m\ndataset_name: org/d\nlearning_rate: 1.0e-5\nlr_scheduler_type: {shape}\n{warmup}"
+    assert ("one update late" in draft(tmp_path, trl)[0].replace("\n#     ", " ")) == says
