@@ -73,7 +73,10 @@ SLIME = {
     # 100 rollouts of two optimizer steps; warm-up counts optimizer steps there, too
     "schedule.name": "constant", "schedule.warmup_steps": 10, "train.steps": 200, "checkpoint.every": 20,
     "eval.every": 5, "eval.samples": 16, "eval.top_p": 0.7, "eval.temperature": 0.8, "eval.at_start": True,
-    "eval.sources": [{"name": "aime", "path": "/data/aime.jsonl"}, {"name": "amc", "path": "/data/amc.jsonl"}],
+    "eval.sources": [
+        {"name": name, "path": f"/data/{name}.jsonl", "columns": {"answer": "label", "prompt": "question"}}
+        for name in ("aime", "amc")
+    ],
 }  # fmt: skip
 
 

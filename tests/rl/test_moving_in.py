@@ -1,4 +1,4 @@
-"""Quick starts of verl and TRL: `weft migrate`, then only paths, sizes and the engine change, then
+"""Quick starts of verl, TRL, ROLL and Miles: `weft migrate`, then only paths, sizes and the engine change, then
 `weft rl` with the same roles, placement and algorithm. docs/coming-from/quick-starts.md tells what came of 20 steps."""
 
 from __future__ import annotations
@@ -64,7 +64,41 @@ CASES = {
         {"rl.advantage": "grpo", "rl.advantage_norm": "group", "rl.kl_coef": 0, "rl.loss_aggregation": "token_mean",
          "rl.clip": [0.2, 0.2], "rl.dual_clip": None, "rollout.engine": "embedded", "schedule.name": "linear"},
     ),
+    "ROLL's RLVR": QuickStart(
+        "roll_rlvr.yaml", "reinforce++",
+        ["rl.prompts_per_step=4", "cluster.trainer_ranks=2", "mesh.dp_shard=2", "rollout.num_engines=1",
+         "track.name=null", "eval.max_new_tokens=24", "rollout.allow_truncated=null", *NO_SERVER],
+        8, 4, 1,
+        {"rl.advantage": "reinforce++", "rl.dual_clip": 1.4, "rl.loss_aggregation": "sequence_mean",
+         "rl.mask_truncated": True, "rl.kl_coef": 0.0, "rollout.temperature": 0.99, "rollout.top_p": 0.99,
+         "rollout.top_k": 100, "rl.old_logprobs": "recompute", "cluster.placement": "colocated",
+         "schedule.name": "linear", "schedule.warmup_steps": 20, "optimizer.weight_decay": 0.0},
+    ),
+    "Miles' FSDP": QuickStart(
+        "miles_fsdp.sh", "grpo",
+        ["rl.prompts_per_step=2", "data.path=dapo-math-17k.jsonl", "cluster.trainer_ranks=2", "rollout.num_engines=1",
+         "rollout.engine_kwargs=null", "track.project=null", "eval.max_new_tokens=24", "eval.samples=2", *NO_SERVER],
+        16, 2, 1,
+        {"rl.advantage": "grpo", "rl.advantage_norm": "group", "rl.clip": [0.2, 0.28], "rl.dual_clip": None,
+         "rl.loss_aggregation": "sequence_mean", "rl.kl_coef": 0.0, "rl.old_logprobs": "recompute",
+         "rl.correction": "none", "cluster.placement": "colocated", "schedule.name": "constant", "eval.at_start": True,
+         "optimizer.weight_decay": 0.1, "optimizer.betas": [0.9, 0.98]},
+    ),
 }  # fmt: skip
+
+
+# ROLL's files -> the reward of their rows, by its name in `rl.reward`
+DOMAINS = {
+    "code_KodCode_data.jsonl": "code_sandbox", "llm_judge_Multi-subject-RLVR_deal_new.jsonl": "llm_judge",
+    "math_deepmath_deal.jsonl": "math", "general_ifeval_train_deal.jsonl": "ifeval",
+    "general_CrossThink-QA_deal.jsonl": "crossthinkqa", "math_benchmarks.jsonl": "math",
+}  # fmt: skip
+MY_REWARDS = """
+def _holds(completions, answer):
+    return [float(right in text) for text, right in zip(completions, answer)]
+
+code_sandbox = llm_judge = ifeval = crossthinkqa = _holds
+"""
 
 
 def make_world(folder: Path) -> None:
@@ -74,12 +108,24 @@ def make_world(folder: Path) -> None:
     turns = [[{"role": "user", "content": question}] for question, _ in asked]
     write_model(folder / "tiny", turns, [f"\\boxed{{{answer}}}\n#### {answer}" for _, answer in asked])
     rows = [{"prompt": messages, "solution": f"${answer}$"} for messages, (_, answer) in zip(turns, asked, strict=True)]
-    (folder / "solution.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "solution.jsonl", rows)
+    for file in ("dapo-math-17k.jsonl", "aime-2024.jsonl"):  # Miles
+        write_lines(folder / file, [{"prompt": row["prompt"], "label": row["solution"].strip("$")} for row in rows])
+    for file, domain in DOMAINS.items():  # ROLL: messages as JSON; `domain` is added, by the tag of a row
+        write_lines(folder / file, [
+            {"messages": json.dumps(row["prompt"]), "ground_truth": row["solution"].strip("$"), "domain": domain}
+            for row in rows
+        ])  # fmt: skip
+    (folder / "my_rewards.py").write_text(MY_REWARDS)
     Dataset.from_list([
         {"data_source": "openai/gsm8k", "prompt": messages, "ability": "math",
          "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": n, "split": "train"}}
         for n, (messages, (_, answer)) in enumerate(zip(turns, asked, strict=True))
     ]).to_parquet(str(folder / "gsm8k.parquet"))  # fmt: skip
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_model(folder: Path, turns: list[list[dict[str, str]]], answers: list[str]) -> None:
@@ -114,6 +160,8 @@ def move(case: QuickStart, folder: Path) -> dict[str, Any]:
     assert (nearest and nearest[1]) == case.confirm
     sections: dict[str, Any] = yaml.load(draft, Loader)
     sections["rl"]["algorithm"] = case.confirm or sections["rl"]["algorithm"]
+    for source in (source for section in ("data", "eval") for source in sections.get(section, {}).get("sources", ())):
+        source["path"] = str(folder / Path(source["path"]).name)
     (folder / "mine.yaml").write_text(yaml.safe_dump(sections))
     return sections
 

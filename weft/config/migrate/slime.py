@@ -308,9 +308,11 @@ class Slime(Algorithm):
         if self.value("eval_config") is not None:
             draft.notes["eval_config"] = "list its sets in `eval.sources`, each with name and path."
         pairs = data if isinstance(data, list) else [data] if data is not None else []
+        columns = {"columns": dict(draft.value("data.columns"))} if draft.value("data.columns") else {}
         if len(pairs) > 1 and len(pairs) % 2 == 0:
             sources = [
-                {"name": str(name), "path": str(path)} for name, path in zip(pairs[::2], pairs[1::2], strict=True)
+                {"name": str(name), "path": str(path), **columns}
+                for name, path in zip(pairs[::2], pairs[1::2], strict=True)
             ]
             self.take("eval.sources", sources, "eval_prompt_data")
         elif pairs:
