@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,6 +80,33 @@ def test_kept_copies_are_made_once_a_step() -> None:
 def test_gradients_are_not_divided_by_one() -> None:
     counts, _, elements, _ = run(1, a_step, saved_model("llama"), {}, 1)[0]
     assert counts["aten::div.Tensor"] + counts["aten::div_.Tensor"] < elements / 10
+
+
+def packed_into(path: str, mesh: str) -> tuple[int, int]:
+    """(Reductions of a step's only micro-batch, those whose packed gradients are the unit's gradients afterwards)."""
+    engine, same = open_engine(path, mesh), list[bool]()
+    original = _fsdp_param_group.foreach_reduce
+
+    def foreach_reduce(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(parameters, *args, **kwargs)
+        gradients = [local_shard(parameter.sharded_param.grad) for parameter in parameters]
+        packed = results[0].untyped_storage().data_ptr()
+        same.append(all(gradient.untyped_storage().data_ptr() == packed for gradient in gradients))
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fsdp_param_group, "foreach_reduce", foreach_reduce)
+        plan, local = engine.plan_step(documents())
+        assert plan.micro_batches == 1
+        engine.accumulate(plan, local, CrossEntropy())
+    return len(same), sum(same)
+
+
+def test_gradients_of_one_rank_are_packed_once() -> None:
+    """FSDP would keep the packed ones beside them until the next unit's backward is done."""
+    count, same = run(1, packed_into, saved_model("llama"), "1")[0]
+    assert count == same > 1
+    assert run(2, packed_into, saved_model("llama"), "2")[0][1] == 0
 
 
 def test_a_frozen_base_is_not_copied() -> None:

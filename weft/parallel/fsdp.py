@@ -77,7 +77,34 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         # own. gloo has no PREMUL_SUM, so a factor of 1 also needs the plain sum to be forced.
         if _ranks(child) > 1:
             child.set_gradient_divide_factor(1.0)
+        else:
+            child.set_custom_reduce_scatter(_ReduceInPlace())
         child.set_force_sum_reduction_for_comms(True)
+
+
+class _ReduceInPlace:
+    """The reduce-scatter of one data rank, which has nothing to reduce: its output is its input.
+
+    FSDP (torch 2.11 to 2.13) copies a unit's gradients into an input, copies that to an output, and keeps the input
+    until the next unit's backward is done. With one buffer for both, what it keeps is the unit's gradients.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called for an input, then for its output, on the stream that reduces: there it is added to earlier gradients,
+        which its memory must outlive."""
+        if self._input is None:
+            self._input = torch.empty(*size, dtype=dtype, device=device)
+            return self._input
+        output, self._input = self._input, None
+        if device.type == "cuda":
+            output.record_stream(torch.cuda.current_stream(device))
+        return output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """FSDP does not call it on one rank, and there would be nothing to do."""
 
 
 def _offload(config: FsdpConfig, mesh: DeviceMesh) -> OffloadPolicy:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from weft.config.mesh import MeshSizes
 from weft.config.recompute import Activations
 from weft.models.train_module import ScoreHead
@@ -112,7 +110,7 @@ def _of_stage(
     memory = Memory(
         holdings,
         gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
-        unreduced=_unreduced(model, holdings, micro_batches) if model.setup.trained else 0,
+        unreduced=_unreduced(model, mesh, holdings, micro_batches) if model.setup.trained else 0,
         rows=0,
         in_flight=0,
         experts=_expert_rows(model, mesh, tokens),
@@ -206,12 +204,18 @@ def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowShar
     return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp), paths)
 
 
-def _unreduced(model: Blueprint, holdings: RankShare, micro_batches: int | None) -> int:
+def _unreduced(model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batches: int | None) -> int:
     """Bytes of unreduced gradients of the largest unit: in the compute dtype, as autograd makes them, and as they are
-    sent. With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
-    precision, trained = model.setup.precision, [unit for unit in holdings.units if unit.trained]
-    largest = max((_unreduced_of(unit, precision.compute, precision.reduce) for unit in trained), default=0)
-    if model.config.fsdp.reduce == "last" and micro_batches != 1:
+    sent. On one data rank a step's only micro-batch sends none: its buffers are the gradients (parallel/fsdp.py).
+    With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
+    config, precision = model.config.fsdp, model.setup.precision
+    trained = [unit for unit in holdings.units if unit.trained]
+    single_rank = mesh.dp_replicate * mesh.shards == 1 and not config.cpu_offload
+    stays = single_rank and micro_batches == 1 and precision.reduce == precision.master
+    sent = 0 if stays else precision.reduce.itemsize
+    sizes = (unit.trained * precision.compute.itemsize + unit.trained_padded * sent for unit in trained)
+    largest = max(sizes, default=0)
+    if config.reduce == "last" and micro_batches != 1:
         return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
     return largest
 
@@ -268,10 +272,6 @@ def _dequantised(model: Blueprint, mesh: MeshSizes) -> int:
     quantised = (weight for weight in model.weights if weight.quantised)
     parts = (math.prod(weight.shape) // (mesh.tp * (mesh.ep if weight.experts else 1)) for weight in quantised)
     return max(parts, default=0) * model.setup.precision.compute.itemsize
-
-
-def _unreduced_of(unit: UnitShare, compute: torch.dtype, reduce: torch.dtype) -> int:
-    return unit.trained * compute.itemsize + unit.trained_padded * reduce.itemsize
 
 
 def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
