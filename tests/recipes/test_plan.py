@@ -26,7 +26,7 @@ from weft.config import SftConfig, load_config
 from weft.config.distill_schema import DistillConfig
 from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, fewest_ranks, resolve_mesh
-from weft.config.recompute import FULL, Activations, policy_of
+from weft.config.recompute import AUTO_TILE, FULL, Activations, policy_of
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import MeshConfig
 from weft.engine.batch.document import Document
@@ -40,6 +40,7 @@ from weft.recipes.dpo import Dpo
 from weft.recipes.plan import machines
 from weft.recipes.plan.beside import Beside, Reading, with_readings, with_waits
 from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.choices import Choice
 from weft.recipes.plan.holdings import Holdings, RankCoordinates, RankShare
 from weft.recipes.plan.machines import Machine, machine_of
 from weft.recipes.plan.memory import _lingering, _unreduced, memory_by_stage
@@ -134,7 +135,7 @@ def test_gradients_of_the_root_linger_where_another_micro_batch_follows(
     embedding = 128 * 64  # of a vocabulary of 128 tokens, a hidden width of 64; head and norm are a unit of their own
     assert _lingering(model, share, micro_batches) == roots * embedding * 4
     all_units = sum(unit.trained * unit.count for unit in share.units) * 4
-    assert (_unreduced(model, share, micro_batches) > all_units) == (reduce == "last")
+    assert (_unreduced(model, sizes, share, micro_batches) > all_units) == (reduce == "last")
 
 
 # ---------------------------------------------------------------- what travels
@@ -717,6 +718,35 @@ def test_a_search_counts_the_models_beside() -> None:
     tight = Accelerator("h100-80gb", int(best.memory.fullest / problem.machine.usable) + 1)
     tight_result = search(replace(problem, machine=replace(problem.machine, accelerator=tight)))
     assert (best.mesh, best.choice) not in [(candidate.mesh, candidate.choice) for candidate in tight_result.best]
+
+
+def test_a_model_that_needs_another_setting_than_the_configs_is_found() -> None:
+    """Weights, gradients and optimizer state of 0.6B parameters take 9.5 GB: 8 GiB do not hold them with the config's
+    settings; with the optimizer on the host they do. A single mesh has several proposals, exact ones first, of these
+    those that take less time."""
+    words = [f"model.path={ROOT}/examples/models/Qwen3-0.6B", f"data.path={ROOT}/examples/chat.jsonl"]
+    config = load_config([], [*words, "step.max_tokens_per_device=1024"], SftConfig, weights=False)
+    small = Accelerator("h100-80gb", 8 << 30)
+    model = Blueprint(EngineConfig.from_config(config), "cpu", small)
+    problem = Search(config, model, replace(machine(), accelerator=small), 1, [512] * 4, stated=True)
+    assert not list(meshes(problem))
+    best = search(problem).best
+    assert best[0].choice.cpu_offload and not best[0].lossy
+    exact = [proposal.time.seconds for proposal in best if not proposal.lossy]
+    assert len(exact) > 1 and exact == sorted(exact)
+
+
+def test_overrides_of_settings_lead_to_them() -> None:
+    """model.tiled_mlp=auto takes tiles with recomputation, where rows are long: what it takes needs no override, and
+    whole MLPs do."""
+    config = sft_config(saved_model("llama"))
+    config = replace(config, step=replace(config.step, max_tokens_per_device=65_536))
+    stated = Choice.of(config)
+    assert stated.tile is None and AUTO_TILE < 65_536
+    tiled = replace(stated, recompute="full", tile=AUTO_TILE)
+    assert tiled.overrides(config) == ["model.recompute=full"]
+    whole = replace(stated, recompute="full")
+    assert whole.overrides(config) == ["model.recompute=full", "model.tiled_mlp=off"]
 
 
 def test_a_model_that_fits_nowhere_says_what_is_nearest() -> None:

@@ -28,7 +28,7 @@ from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import POLICIES, Choice, choices
 from weft.recipes.plan.machines import Machine, machine_of
 from weft.recipes.plan.memory import Memory, memory_of
-from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
 from weft.recipes.plan.timing import time_of
 from weft.rl.model_engines import policy_config
 from weft.terminal import byte_count
@@ -72,21 +72,45 @@ class Situation:
         machine = replace(machine_of(usual), accelerator=replace(usual, memory=room))
         return Situation(config, model, mesh, machine, room, sum(row.resident for row in rows))
 
-    def rows(self, budget: int) -> RowFacts:
-        """A step of rows of so many tokens, each a document."""
-        ranks = self.mesh.dp_replicate * self.mesh.shards
-        plan = plan_rows(self.model, self.mesh, [budget + 1] * (4 * ranks), budget)
-        return RowFacts.from_plan(self.model, plan)
+    @property
+    def parts(self) -> int:
+        """Over how many ranks a document may be cut."""
+        return self.mesh.cp if self.model.built.cuts_documents else 1
 
-    def memory_and_seconds(self, choice: Choice, budget: int, mesh: MeshSizes | None = None) -> tuple[Memory, float]:
-        """(memory of the fullest rank, seconds of a token in a step) under these settings."""
+    @property
+    def stated_longest(self) -> int | None:
+        """Tokens of the longest document, if the config says it."""
+        if isinstance(self.config, RlConfig):
+            return self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
+        longest: int | None = self.config.data.max_length
+        return longest
+
+    def longest(self, budget: int) -> int:
+        """Tokens that the longest document reads, where a row holds `budget` tokens."""
+        return min(budget * self.parts, self.stated_longest or budget * self.parts)
+
+    def rows(self, budget: int, length: int) -> RowFacts:
+        """A step of full rows of so many tokens, of documents that read `length` tokens, or less to fill rows."""
+        ranks = self.mesh.dp_replicate * self.mesh.shards
+        if length <= budget:
+            length = budget // -(-budget // length)
+        omitted = planner_of(self.model, self.mesh).costs.omitted(length + 1)
+        count = 4 * ranks * (budget // length) or 4 * ranks * budget // length
+        lengths = [length + omitted] * max(1, count)
+        return RowFacts.from_plan(self.model, plan_rows(self.model, self.mesh, lengths, budget))
+
+    def memory_and_seconds(
+        self, choice: Choice, budget: int, mesh: MeshSizes | None = None, length: int | None = None
+    ) -> tuple[Memory, float]:
+        """(memory of the fullest rank, seconds of a token in a step) under these settings. length: tokens that each
+        document reads; None for the longest that there can be."""
         model, chosen_mesh = self.model, mesh or self.mesh
         stated = Choice.of(model.config)
         if (choice.cpu_offload, choice.state_dtype, choice.base) != (
             stated.cpu_offload, stated.state_dtype, stated.base
         ):  # fmt: skip
             model = model.with_settings(choice.apply(model.config))
-        rows = self.rows(budget)
+        rows = self.rows(budget, length or self.longest(budget))
         memory = memory_of(model, chosen_mesh, rows, choice.activations)
         return memory, time_of(model, chosen_mesh, rows, self.machine, choice.activations).seconds / rows.tokens
 
@@ -109,7 +133,8 @@ def chosen_recompute(
         if config.model.compile is True and keeps is not None and keeps.keeps_operations:
             continue
         offload = "off" if keeps is None else config.model.offload_activations
-        memory, seconds = situation.memory_and_seconds(replace(stated, recompute=policy, offload=offload), budget)
+        model = replace(config.model, recompute=policy, offload_activations=offload)
+        memory, seconds = situation.memory_and_seconds(Choice.of(replace(config, model=model)), budget)
         options.append((seconds, memory.fullest, policy))
     fitting = [option for option in options if option[1] <= room and (option[2] != "none" or stated.offload == "off")]
     _, size, policy = min(fitting) if fitting else min(options, key=lambda option: option[1])
@@ -150,28 +175,31 @@ def knobs(situation: Situation) -> list[Knob]:
     now, seconds = situation.memory_and_seconds(stated, budget)
     options: list[Knob] = []
 
-    def add(override: str, choice: Choice, tokens: int, mesh: MeshSizes | None = None, note: str = "") -> None:
-        memory, other = situation.memory_and_seconds(choice, tokens, mesh)
+    def add(override: str, choice: Choice, mesh: MeshSizes | None = None) -> None:
+        memory, other = situation.memory_and_seconds(choice, budget, mesh)
         saved, slower, exact = now.fullest - memory.fullest, other / seconds - 1.0, not choice.lossy(stated)
-        options.append(Knob(override, saved, slower, note or "not exact" * (not exact), exact))
+        options.append(Knob(override, saved, slower, "" if exact else "not exact", exact))
 
-    if budget >= 4:
-        add(
-            f"step.max_tokens_per_device={budget // 2}", stated, budget // 2,
-            note="if no document is longer" if situation.mesh.cp == 1 else "",
-        )  # fmt: skip
+    smaller = max(budget // 2, -(-(situation.stated_longest or 0) // situation.parts))
+    step = replace(situation.config.step, max_tokens_per_device=smaller)
+    if 4 <= smaller < budget and not check_config(replace(situation.config, step=step)):
+        length = situation.longest(smaller)  # of both, because attention costs more in longer documents
+        memory, other = situation.memory_and_seconds(stated, smaller, length=length)
+        slower = other / situation.memory_and_seconds(stated, budget, length=length)[1] - 1.0
+        note = "" if situation.stated_longest else f"if no document is longer than {length} tokens"
+        options.append(Knob(f"step.max_tokens_per_device={smaller}", now.fullest - memory.fullest, slower, note))
     seen = set[tuple[str, ...]]()
     for group in choices(config, adapters=situation.model.built.lora is not None):
         for choice in (option for by_time in group for option in by_time):
-            changes = tuple(choice.changes(stated))
+            changes = tuple(choice.overrides(config))
             if len(changes) != 1 or changes in seen or check_config(choice.apply(situation.config)):
                 continue
             seen.add(changes)
-            add(changes[0], choice, budget)
+            add(changes[0], choice)
     if situation.mesh.dp_replicate > 1:
         shards = situation.mesh.dp_replicate * situation.mesh.dp_shard
         mesh = replace(situation.mesh, dp_replicate=1, dp_shard=shards)
-        add(f"mesh.dp_replicate=1 mesh.dp_shard={shards}", stated, budget, mesh)
+        add(f"mesh.dp_replicate=1 mesh.dp_shard={shards}", stated, mesh)
     if isinstance(situation.config, RlConfig):
         share = situation.config.rollout.gpu_memory_utilization
         if share is not None and share > 0.2 and situation.config.cluster.placement == "colocated":
@@ -217,6 +245,7 @@ def account_lines(config: SftConfig | RlConfig, world: int, device: Device) -> I
         cost = "no slower" if knob.slower < 0.005 else f"{knob.slower:.0%} slower"
         note = f" ({knob.note})" if knob.note else ""
         yield f"         {knob.override} saves {byte_count(knob.saved)}, {cost}{note}"
+    yield "         weft plan with --search, on the same config, finds settings that fit together"
 
 
 def memory_account(config: SftConfig | RlConfig, world: int, device: Device) -> Sequence[str]:

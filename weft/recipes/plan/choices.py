@@ -66,6 +66,12 @@ class Choice:
                 overrides.append(f"'{key}={text}'" if "{" in text else f"{key}={text}")
         return overrides
 
+    def overrides(self, config: Any) -> list[str]:
+        """The overrides of a config, of a command or of an engine, that lead to these settings. A tile that
+        model.tiled_mlp=auto takes with this recomputation needs none."""
+        resolved = Activations.of(replace(config, model=replace(config.model, recompute=self.recompute)))
+        return self.changes(replace(Choice.of(config), tile=resolved.tile))
+
     def lossy(self, other: Choice) -> int:
         """How many lossy settings it has that the other lacks."""
         return (self.state_dtype == "int8" != other.state_dtype) + (self.base == "nf4" != other.base)

@@ -34,7 +34,6 @@ from weft.models import hf
 from weft.recipes.plan.account import chosen_recompute
 from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_readings
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.choices import Choice
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.memory import Memory, memory_by_stage
 from weft.recipes.plan.readings import readings_of
@@ -75,7 +74,7 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
             lengths.prefix,
         )  # fmt: skip
         result = search(problem)
-        show_search(model, result, options.ranks, lengths, machine, Choice.of(config), longer(config, options.length))
+        show_search(model, result, options.ranks, lengths, machine, config, longer(config, options.length))
         if names := ", ".join(beside.name for beside in models_beside(config, engine)):
             say(f"with     {names}: in the memory and the time of every mesh")
         return

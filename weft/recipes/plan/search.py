@@ -102,29 +102,36 @@ class SearchResult:
 
 def search(problem: Search) -> SearchResult:
     """Try meshes in the order of their lower bounds of time, until no other can be among the best, or _MOST_TRIED were
-    tried."""
+    tried. Where none fits, those whose weights and optimizer state need another setting than the config's. Where fewer
+    than BEST fit, further settings on the same meshes."""
     result, variants, known = SearchResult(), dict[object, Blueprint](), dict[str, Blueprint]()
     rows_of = partial(_rows, problem, dict[object, tuple[StepPlan, RowFacts]]())
     room = problem.machine.accelerator.memory * problem.machine.usable
-    bounds = [(_least_seconds(problem, mesh), mesh) for mesh in meshes(problem)]
-    result.meshes = len(bounds)
-    for lower_bound, mesh in sorted(bounds, key=lambda pair: pair[0]):
-        done = len(result.best) == BEST and not result.best[-1].lossy
-        if result.tried == _MOST_TRIED or (done and lower_bound >= result.best[-1].time.seconds):
-            break
-        result.tried += 1
-        try:
-            proposals = _proposals(problem, mesh, _check(problem, mesh), rows_of, room, variants, known)
-        except UserError as error:
-            reason = first_line(error)
-            result.refused[reason] = result.refused.get(reason, 0) + 1
-            continue
-        if isinstance(proposals, list):
-            result.best = sorted([*result.best, *proposals], key=_rank)[:BEST]
-            continue
-        result.too_large += 1
-        if result.nearest is None or proposals < result.nearest[1]:
-            result.nearest = mesh, proposals
+    slower: list[Proposal] = []
+    for could_fit, most in ((True, _MOST_TRIED), (False, _MOST_TRIED // 10)):
+        bounds = [] if result.best else [(_least_seconds(problem, mesh), mesh) for mesh in meshes(problem, could_fit)]
+        result.meshes += len(bounds)
+        for lower_bound, mesh in sorted(bounds, key=lambda pair: pair[0])[:most]:
+            done = len(result.best) == BEST and not result.best[-1].lossy
+            if done and lower_bound >= result.best[-1].time.seconds:
+                break
+            result.tried += 1
+            try:
+                config, few = _check(problem, mesh), len(bounds) < BEST
+                proposals = _proposals(problem, mesh, config, rows_of, room, variants, known, every_policy=few)
+            except UserError as error:
+                reason = first_line(error)
+                result.refused[reason] = result.refused.get(reason, 0) + 1
+                continue
+            if isinstance(proposals, list):
+                result.best = sorted([*result.best, *(group[0] for group in proposals)], key=_rank)[:BEST]
+                slower += (proposal for group in proposals for proposal in group[1:])
+                continue
+            result.too_large += 1
+            if result.nearest is None or proposals < result.nearest[1]:
+                result.nearest = mesh, proposals
+    further = sorted(slower, key=_rank)[: BEST - len(result.best)]
+    result.best = sorted([*result.best, *further], key=_rank)
     return result
 
 
@@ -161,9 +168,10 @@ def _least_bubble(problem: Search, mesh: MeshSizes, groups: int) -> float:
     return (mesh.pp - 1) / (micro_batches + mesh.pp - 1)
 
 
-def meshes(problem: Search) -> Iterator[MeshSizes]:
-    """All meshes whose axes multiply to the ranks and whose shards could fit. tp stays within a machine; cp is at most
-    twice what the longest document needs."""
+def meshes(problem: Search, could_fit: bool = True) -> Iterator[MeshSizes]:
+    """All meshes whose axes multiply to the ranks and whose shards could fit; or those without replicas whose shards
+    cannot, with the config's settings. tp stays within a machine; cp is at most twice what the longest document
+    needs."""
     ranks, model = problem.ranks, problem.model
     layers = len(model.costs[0])
     needed = -(-problem.longest // model.config.step.max_tokens_per_device)
@@ -174,7 +182,7 @@ def meshes(problem: Search) -> Iterator[MeshSizes]:
                 data = ranks // tp // pp // cp
                 for replicate in _divisors(data, data):
                     shard = data // replicate
-                    if not _could_fit(problem, tp * pp * shard * cp):
+                    if _could_fit(problem, tp * pp * shard * cp) != could_fit or (replicate > 1 and not could_fit):
                         continue
                     for ep in _divisors(shard * cp, experts):
                         yield MeshSizes(replicate, shard, cp, tp, ep, pp)
@@ -251,15 +259,16 @@ def _rows(
 
 def _proposals(
     problem: Search, mesh: MeshSizes, config: Any, rows_of: RowsOf, room: float, variants: dict[object, Blueprint],
-    known: dict[str, Blueprint],
-) -> list[Proposal] | int:  # fmt: skip
-    """Proposals for this mesh, each with the settings that take least time of those that fit: exact ones on the
-    accelerator; where none fit, exact ones with shards on the host, and lossy ones. Otherwise the least bytes that it
-    would need. config: on this mesh. variants, known: blueprints of the trained model, and of models beside."""
+    known: dict[str, Blueprint], *, every_policy: bool,
+) -> list[list[Proposal]] | int:  # fmt: skip
+    """Proposals for this mesh, those first that take less time, in groups: exact settings on the accelerator; where
+    none fit, exact ones with shards on the host, and lossy ones. Otherwise the least bytes that it would need. config:
+    on this mesh. variants, known: blueprints of the trained model, and of models beside. every_policy: also those of
+    recomputation that are slower than one that fits."""
     machine, budget, least = problem.machine, _budget(problem, mesh), 0
     plan, rows = rows_of(problem.model, mesh, budget)
     stated = Choice.of(problem.config)
-    proposals: list[Proposal] = []
+    proposals: list[list[Proposal]] = []
     for group in choices(problem.config, adapters=problem.model.built.lora is not None):
         model = _variant(problem, group[0][0], variants)
         if model is None:
@@ -279,14 +288,19 @@ def _proposals(
                     time = time_of(model, mesh, rows, machine, choice.activations)
                     fitting.append((with_readings(time, readings), fullest, memory, choice))
                     break
-            if fitting and fitting[-1][3] is options[0]:
+            if fitting and fitting[-1][3] is options[0] and not every_policy:
                 break  # and so do the other policies
         if not fitting:
             continue
-        time, fullest, memory, choice = min(fitting, key=lambda option: (option[0].seconds, option[1]))
-        limit = time.limit if fullest < 0.9 * room else f"memory, {time.limit}"
-        proposals.append(Proposal(mesh, budget, choice, choice.lossy(stated), memory, fullest, time, limit))
-        if choice.cpu_offload == stated.cpu_offload:
+        fitting.sort(key=lambda option: (option[0].seconds, option[1]))
+        proposals.append([
+            Proposal(
+                mesh, budget, choice, choice.lossy(stated), memory, fullest, time,
+                time.limit if fullest < 0.9 * room else f"memory, {time.limit}",
+            )
+            for time, fullest, memory, choice in fitting
+        ])  # fmt: skip
+        if group[0][0].cpu_offload == stated.cpu_offload:
             break
     return proposals or least
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from weft.config.mesh import MeshSizes
 from weft.engine.step_plan.plan import StepPlan
 from weft.observe.tables import EngineRow, engine_table, new_table, show
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.choices import NOTHING_SAVED, Choice
+from weft.recipes.plan.choices import NOTHING_SAVED
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory
 from weft.recipes.plan.rows import StepLengths
@@ -175,10 +177,10 @@ def show_search(
     ranks: int,
     lengths: StepLengths,
     machine: Machine,
-    stated: Choice,
+    config: Any,
     extra_override: str = "",
 ) -> None:
-    """Prints the best meshes, their limits, and why other meshes were refused. stated: the config's settings of memory.
+    """Prints the best meshes, their limits, and why other meshes were refused. config: of the command.
     extra_override: a further override that runs of these lengths need."""
     _show_heading(model, ranks, lengths, machine)
     say(
@@ -215,7 +217,7 @@ def show_search(
     if unknown:
         say(f"warning  without activations, which are unknown for this model ({unknown}): it takes more memory")
     best = result.best[0]
-    settings = best.choice.changes(stated)
+    settings = best.choice.overrides(replace(config, step=replace(config.step, max_tokens_per_device=best.budget)))
     overrides = [mesh_overrides(best.mesh), f"step.max_tokens_per_device={best.budget}", *settings]
     say(f"take     {' '.join(filter(None, (*overrides, extra_override)))}")
 
