@@ -84,7 +84,7 @@ def test_gradients_are_not_divided_by_one() -> None:
 
 def packed_into(path: str, mesh: str) -> tuple[int, int]:
     """(Reductions of a step's only micro-batch, those whose packed gradients are the unit's gradients afterwards)."""
-    engine, same = open_engine(path, mesh), list[bool]()
+    engine, same = open_engine(path, mesh, step={"max_tokens_per_device": 4096}), list[bool]()
     original = _fsdp_param_group.foreach_reduce
 
     def foreach_reduce(parameters: Any, *args: Any, **kwargs: Any) -> Any:
