@@ -36,6 +36,7 @@ def hsdp_offload_races() -> bool:
     return not _communication_keeps("grad_offload_state")
 
 
+@cache  # inspect parses torch's whole file, and a search asks for every candidate
 def _all_reduce_buffers_stay() -> bool:
     return not _communication_keeps("all_reduce_state")
 
