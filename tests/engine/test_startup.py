@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import DeepseekV2Config, LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig, RwkvConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -26,7 +27,7 @@ from weft.errors import UserError
 from weft.launch.options import VerifyOptions
 from weft.launch.process import Ranks
 from weft.models import hf, state_mixers
-from weft.models.facts import position_limit
+from weft.models.facts import logit_transform, position_limit
 from weft.models.families import Family
 from weft.models.train_module import TrainModule
 from weft.ops import attention
@@ -74,6 +75,20 @@ def test_layout(family: str) -> None:
     assert findings.error < 1e-5
     assert findings.uses_bounds == (family != "falcon")
     assert not findings.mixers
+
+
+def test_an_index_of_keys_chooses_among_those_of_a_small_copy() -> None:
+    """An index as long as the documents of the check would choose all keys, and hide what ignores it."""
+    config = tiny_config("deepseek_v32", index_topk=2048)
+    assert narrow(config).index_topk < min(length for length in LENGTHS if length > 1)
+    assert examine(config).layout == "padded"
+
+
+def test_a_class_around_a_text_model_may_leave_out_the_factor_of_its_logits() -> None:
+    text = {"model_type": "cohere2", "hidden_size": 64, "num_hidden_layers": 2, "logit_scale": 0.0625}
+    config = transformers.Cohere2VisionConfig(text_config=text)
+    assert logit_transform(config.get_text_config()).scale == 0.0625
+    assert logit_transform(config, transformers.Cohere2VisionForConditionalGeneration).scale == 1.0
 
 
 @pytest.mark.parametrize("family", STATEFUL)

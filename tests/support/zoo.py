@@ -144,6 +144,12 @@ _FURTHER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", dict(final_logit_softcapping=3.0)),
 }  # fmt: skip
 
+# Attention reads the 8 keys that its index chooses. With few heads many keys would have the same score, 0.
+_INDEXED: dict[str, Any] = dict(
+    num_key_value_heads=4, moe_intermediate_size=40, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
+    n_shared_experts=1, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    index_topk=8, index_head_dim=16, index_n_heads=16,
+)  # fmt: skip
 # Whose attention is code of their own, or whose small copies amplify rounding: they are checked at start, and trained.
 _OWN_ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mpt": ("MptConfig", "MptForCausalLM", dict(d_model=64, n_heads=4, n_layers=2, max_seq_len=256)),
@@ -163,6 +169,10 @@ _OWN_ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
         num_hidden_layers=4, head_dim=16, sliding_window=16, num_kv_shared_layers=2, hidden_size_per_layer_input=16,
         laurel_rank=8, vocab_size_per_layer_input=VOCABULARY, intermediate_size=[80] * 4,
         layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0])),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", dict(_INDEXED, first_k_dense_replace=1)),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", dict(
+        _INDEXED, num_hidden_layers=3, indexer_types=["full", "shared", "full"],
+        mlp_layer_types=["dense", "sparse", "sparse"])),
 }  # fmt: skip
 
 LAYOUT_FAMILIES = (*_ZOO, *_HYBRIDS, *_FURTHER)

@@ -6,6 +6,7 @@ ModuleList of num_hidden_layers modules. head: the output embedding. logits = tr
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ def find_facts(model: PreTrainedModel) -> Facts:
         layers=f"{decoder}.{layers[0]}",
         head=names[id(head_module)],
         final_norm=_final_norm(module, decoder),
-        transform=logit_transform(config),
+        transform=logit_transform(model.config, type(model)),
     )
 
 
@@ -85,21 +86,30 @@ def _final_norm(decoder: nn.Module, path: str) -> str | None:
     return f"{path}.{names[0]}" if len(names) == 1 else None
 
 
-def logit_transform(config: PretrainedConfig) -> LogitTransform:
+def logit_transform(config: PretrainedConfig, model_class: type[PreTrainedModel] | None = None) -> LogitTransform:
     """The soft-cap or factor that the family applies to head(hidden), from its config's keys. The start-up check
-    verifies it."""
-    softcap = _number(config, "final_logit_softcapping") or _number(config, "logits_soft_cap")
+    verifies it. config: of the whole model. model_class: None for the class that the config names.
+
+    A class around a text model has a forward of its own, which may leave out the text model's factor
+    (Cohere2VisionForConditionalGeneration of transformers 5.19): its code must name the key.
+    """
+    text = config.get_text_config()
+    names: tuple[str, ...] | None = None
+    if text is not config:
+        forward = inspect.unwrap((model_class or hf.model_class(config)).forward)
+        names = (*forward.__code__.co_names, *(c for c in forward.__code__.co_consts if isinstance(c, str)))
+
+    def number(key: str) -> float | None:
+        value = getattr(text, key, None)
+        return float(value) if isinstance(value, (int, float)) and (names is None or key in names) else None
+
+    softcap = number("final_logit_softcapping") or number("logits_soft_cap")
     if softcap is not None:
         return LogitTransform(softcap=softcap)
-    if (scaling := _number(config, "logits_scaling")) is not None:
-        return LogitTransform(scale=scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
-    scale = _number(config, "logit_scale") or _number(config, "lm_head_multiplier")
+    if (scaling := number("logits_scaling")) is not None:
+        return LogitTransform(scale=scaling if text.model_type == "hyperclovax" else 1.0 / scaling)
+    scale = number("logit_scale") or number("lm_head_multiplier")
     return LogitTransform() if scale is None else LogitTransform(scale=scale)
-
-
-def _number(config: PretrainedConfig, key: str) -> float | None:
-    value = getattr(config, key, None)
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def position_limit(config: PretrainedConfig) -> int | None:

@@ -523,8 +523,12 @@ def rebuild_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that no checkpoint contains (rotary tables, embedding scales); the state dict does not
     change."""
     for module in model.modules():
-        # Skip modules without weights to initialise: quantised layers store bytes.
-        module._is_hf_initialized = any(not p.is_floating_point() for p in module.parameters(recurse=False))
+        # transformers skips modules that need nothing: without such a buffer (hy_v4 assigns to slices of weights, which
+        # DTensor cannot do), or with weights in bytes, of quantised layers.
+        rebuilt = any(child._non_persistent_buffers_set for child in module.modules())
+        module._is_hf_initialized = not rebuilt or any(
+            not parameter.is_floating_point() for parameter in module.parameters(recurse=False)
+        )
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     with warnings.catch_warnings():  # recurrent_gemma also draws values for DTensors, and discards them

@@ -189,8 +189,14 @@ def _smallest(config: Any, base: nn.Module, patch: int) -> dict[str, Tensor] | N
     """Forward arguments of one grey image of the smallest size that the tower takes; None if weft does not know it."""
     vision = config.vision_config
     if hf.accepts_by_name(base, "image_grid_thw"):
-        merge, channels = vision.spatial_merge_size, getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
-        width = channels * vision.temporal_patch_size * patch * patch
+        merge, channels = (
+            getattr(vision, "spatial_merge_size", None),
+            getattr(vision, "in_channels", getattr(vision, "in_chans", 3)),
+        )
+        if merge is None:
+            return None
+        frames = getattr(vision, "temporal_patch_size", 1)  # ernie4_5_vl_moe merges frames behind the tower
+        width = channels * frames * patch * patch
         return {
             "pixel_values": torch.full((merge * merge, width), 0.5),
             "image_grid_thw": torch.tensor([[1, merge, merge]]),

@@ -75,7 +75,7 @@ class RemoteTeachers:
             for part in (weight, bias):
                 if part is not None:
                     self._link.recv([_as_bytes(part)], source, number).wait()
-            transform = logit_transform(hf.read_config(path).get_text_config())
+            transform = logit_transform(hf.read_config(path))
             out[teacher] = RemoteTeacher(path, TeacherHead(weight, bias, transform, min(vocabulary, shape[0])))
         return out
 

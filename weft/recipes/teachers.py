@@ -219,7 +219,7 @@ def open_cached_teacher(
         content.update(row.view(torch.uint8).numpy().tobytes())
     folder, text = Path(distill.cache_dir) / content.hexdigest()[:16], shape.get_text_config()
     cache = HiddenCache(folder, text.hidden_size, dtype, {"weights": content.hexdigest()})
-    return CachedTeacher(cache, open, logit_transform(text))
+    return CachedTeacher(cache, open, logit_transform(shape))
 
 
 def _line(teacher: TeacherSource, data: RunData) -> str:

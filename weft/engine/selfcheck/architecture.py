@@ -169,7 +169,7 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> ModelSupport:
     hf.register_kernels()
     text = config.get_text_config()
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES)
-    if unknown:
+    if unknown and family_of(text.model_type).attention is None:
         raise _refusal(
             text, f"weft does not know whether layers of type {', '.join(unknown)} isolate the documents of a row"
         )

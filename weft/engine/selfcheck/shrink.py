@@ -23,7 +23,7 @@ _SMALL = {
     "intermediate_size": 128, "ffn_dim": 128, "n_inner": 128, "ffn_hidden_size": 128, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 64, "vocab_size": 512,
     "vocab_size_per_layer_input": 512, "q_lora_rank": 32, "kv_lora_rank": 16, "chunk_size": _WINDOW,
-    "mamba_chunk_size": _WINDOW, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
+    "mamba_chunk_size": _WINDOW, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16, "index_topk": _WINDOW,
 }  # fmt: skip
 # Sizes of state mixers and of wide attention, which keep their ratio to the hidden width.
 _WITH_HIDDEN = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "attention_hidden_size")
