@@ -122,10 +122,10 @@ def _tokens_of(piece: tuple[int, ...], document: tuple[int, ...], first: int | N
     return 0
 
 
-def _parts(pieces: list[tuple[int, ...]], bounds: Bounds | None) -> list[list[tuple[tuple[int, ...], int | None]]]:
+def _parts(pieces: list[tuple[int, ...]], bounds: Any) -> list[list[tuple[tuple[int, ...], int | None]]]:
     """The pieces of a row, grouped by document, in order: (piece, index of its first token in a cut document; None for
     a whole document)."""
-    context = None if bounds is None else bounds.context
+    context = bounds.context
     if context is None:
         return [[(piece, None)] for piece in pieces]
     shared = [document for document, _, _ in context.ranges_by_rank[context.axis.rank]]
@@ -169,20 +169,19 @@ class Replay:
         finally:
             handle.remove()
 
-    def _locate(self, state: _RowDocuments, input_ids_BT: Tensor, bounds: Bounds | None) -> None:
-        """Set `state` to the known documents in a row, in the order of its tokens; None for padding. bounds: None for a
-        family with attention code of its own, whose documents are padded."""
+    def _locate(self, state: _RowDocuments, input_ids_BT: Tensor, bounds: Any) -> None:
+        """Set `state` to the known documents in a row, in the order of its tokens; None for padding."""
         rows = input_ids_BT.cpu()
-        if bounds is not None and len(rows) == 1 and not bounds.padded:
+        if bounds is None:  # attention code of the family's own, whose documents are padded
+            bounds = Bounds((rows.shape[1],) * len(rows), padded=True)
+        if len(rows) == 1 and not bounds.padded:
             pieces = [tuple(piece.tolist()) for piece in rows[0].split(list(bounds.lengths))]
         else:
             pieces = [tuple(row.tolist()) for row in rows]
         state.lengths = [len(piece) for piece in pieces]
         state.documents, state.counts, state.firsts = [], [], []
-        parts, segments = _parts(pieces, bounds), None if bounds is None else bounds.segments
-        if (
-            bounds is not None and segments is not None
-        ):  # of the documents that begin with a segment and its path, all have the same routes
+        parts, segments = _parts(pieces, bounds), bounds.segments
+        if segments is not None:  # of the documents that begin with a segment and its path, all have the same routes
             cut = 0 if bounds.context is None else len(bounds.context.ranges_by_rank[bounds.context.axis.rank])
             parts = [part for part in parts if part[0][1] is not None]
         for same in parts:
