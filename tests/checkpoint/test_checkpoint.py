@@ -551,7 +551,7 @@ def flip(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no trainer state": (shutil.rmtree, "weights only"),
+    "no trainer state": (shutil.rmtree, "it has weights, but no trainer state"),
     "no state.json": (lambda p: (p / "state.json").unlink(), "state.json: cannot be opened: No such file"),
     "half a state.json": (lambda p: os.truncate(p / "state.json", 500), "state.json: is not JSON"),
     "a list": (lambda p: (p / "state.json").write_text("[]"), "is list, not an object"),

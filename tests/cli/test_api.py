@@ -205,7 +205,7 @@ def test_an_objective_may_be_an_object(workdir: Path) -> None:
         ({"model": torch.nn.Linear(1, 1)}, "model is a Linear, not a path or hub id"),
         ({"on_step": 3}, "on_step is of type int: give a function"),
         ({"model": "nowhere/at/all"}, "model.path nowhere/at/all does not exist"),
-        ({"objective": object()}, "train.loss: object is no loss"),
+        ({"objective": object()}, "train.loss: object is not a loss"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:

@@ -96,7 +96,7 @@ def test_a_tools_result_that_the_template_writes_into_a_turn_is_left_out_by_mark
     two_results = {"messages": [user("Time?"), CALL, RESULT, {**RESULT, "content": "13:00"}, answer("Noon.")]}
     assert "".join(trained(marked, two_results)) == "<call>get_timeRome</call>Noon.<|end|>"
     for template in (one_turn(), one_turn("CALLS_", "TEXT_", "END_", "RESULTS_")):
-        with pytest.raises(UserError, match=r"the template writes message 3 into an answer|does not (begin|end) as"):
+        with pytest.raises(UserError, match=r"the template writes message 3 into an answer|does not (begin|end) like"):
             trained(encoder(template), chat)
 
 
@@ -199,7 +199,7 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     chatml = read_encoding(DataConfig(path="", chat_template="chatml"), qwen)
     assert trained(Encoder(qwen, chatml), MULTI) == ["One.<|im_end|>", "Two.<|im_end|>"]
     for name, words in (
-        ("none", ["no file none", "chatml"]),
+        ("none", ["neither a file none", "chatml"]),
         (str(tmp_path), ["cannot read"]),
         ("chatml", ["spell it"]),
     ):

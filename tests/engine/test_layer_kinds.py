@@ -96,7 +96,9 @@ def test_a_copy_that_lacks_a_kind_is_not_examined(family: str, monkeypatch: pyte
 def test_a_family_of_which_no_copy_has_every_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "fewer_layers", without_late_kinds)
     monkeypatch.setattr(architecture, "narrow", lambda config: narrow(shrink._with_layers(config, [0, 1])))
-    with pytest.raises(UserError, match="model_type 'jamba'.*one of 2 layers, narrow has not the kinds of layers"):
+    with pytest.raises(
+        UserError, match="model_type 'jamba'.*a copy with 2 layers, narrow does not have the same kinds of layers"
+    ):
         examine(tiny_config("jamba"))
 
 

@@ -171,7 +171,7 @@ def test_the_length_that_chooses_a_rotary_table(kind: str, nested: bool) -> None
 def test_unknown_layer_types_are_refused_by_name() -> None:
     config = tiny_config("llama")
     config.layer_types = ["full_attention", "telepathy"]
-    with pytest.raises(UserError, match=r"model_type 'llama' \(LlamaForCausalLM\).*layers of type telepathy keep"):
+    with pytest.raises(UserError, match=r"model_type 'llama' \(LlamaForCausalLM\).*layers of type telepathy isolate"):
         examine(config)
 
 

@@ -202,7 +202,7 @@ def test_rollouts_alone_go_on_behind_the_last(
     read.Reload()
     name = next(name for name in read.Tags()["scalars"] if name.endswith("reward"))
     assert [event.step for event in read.Scalars(name)] == [1, 2, 3, 4]
-    with pytest.raises(UserError, match="this run has trained. For rollouts of its weights start another: weft rl"):
+    with pytest.raises(UserError, match="this run has trained. For rollouts of its weights start another run: weft rl"):
         start(task, complete_run, resume=True, rollout_only=True)
 
 
@@ -499,7 +499,7 @@ def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
     trainer: Any = object.__new__(TrainerRank)
     trainer.sender, trainer.engine = Silent(), mock.Mock(asleep={})
     failure = trainer.send(3)
-    assert failure.engine == "hf-0" and "hf-0 did not come" in str(failure.error())
+    assert failure.engine == "hf-0" and "hf-0 did not connect" in str(failure.error())
     assert reports.of_exception(0, failure.error()).status == 11
 
 

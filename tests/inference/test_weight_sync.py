@@ -340,7 +340,10 @@ def test_a_sync_that_fails_is_told_to_all_and_the_next_one_serves(
     process.begin(fail_and_follow, path, port)
     first, second = pool.run(2, fail_and_go_on, path, port, transport)
     assert first == second == ("it: MemoryError: no room", 2)
-    assert process.result() == ("this engine has no weights: none were synced yet, or the last sync failed", 2)
+    assert process.result() == (
+        "this engine has no weights to sample with: none were synced yet, or the last sync failed",
+        2,
+    )
 
 
 def proven(path: str, port: int) -> list[bool]:

@@ -96,7 +96,7 @@ def test_tables_and_lists_are_cast_and_integers_are_not() -> None:
 def nothing_to_cast(path: str) -> None:
     engine = open_engine(path, "1", fsdp={"cast_forward_inputs": ("model.embed_tokens",)})
     step(engine)
-    with pytest.raises(UserError, match="model.embed_tokens had no floating-point input"):
+    with pytest.raises(UserError, match="model.embed_tokens got no floating-point input"):
         check_contract(engine)
     with pytest.raises(UserError, match=r"'model.layer.\*' matches no module; did you mean"):
         open_engine(path, "1", fsdp={"cast_forward_inputs": ("model.layer.*",)})

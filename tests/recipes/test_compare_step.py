@@ -225,7 +225,7 @@ def test_a_reference_that_is_not_in_the_file_is_asked_for(folder: Path, capsys: 
     assert status == 2 and "set step.max_tokens_per_device" in output, output
     for name, content, message in (
         ("a.csv", "", "must end in .npz, .safetensors, .jsonl"), ("none.jsonl", None, "no such file"),
-        ("bad.npz", "x", "cannot be read"), ("bad.jsonl", "{", "line 1: is no JSON"),
+        ("bad.npz", "x", "cannot be read"), ("bad.jsonl", "{", "line 1: is not JSON"),
     ):  # fmt: skip
         if content is not None:
             (folder / name).write_text(content)

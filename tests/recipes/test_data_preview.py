@@ -115,7 +115,7 @@ def test_every_row_is_read_and_bad_ones_are_listed(
     write_jsonl(Path("bad.jsonl"), *rows)
     shown(capsys, "data.path=bad.jsonl", "--sample")
     err = shown(capsys, "data.path=bad.jsonl", status=2)
-    assert "25 of 3,000 rows cannot be trained on:\n  25 rows, bad.jsonl:1001 to bad.jsonl:1025: has `body`; it" in err
+    assert "25 of 3,000 rows cannot be trained on:\n  25 rows, bad.jsonl:1001 to bad.jsonl:1025: has `body`, but" in err
     assert err.count("has `body`") == 1
     assert err.strip().endswith("Fix them, or skip them with data.bad_rows=drop.")
     out = shown(capsys, "data.path=bad.jsonl", "data.bad_rows=drop")
@@ -152,7 +152,7 @@ def test_a_mistake_in_every_row_is_said_once_and_leaving_out_all_rows_is_not_pro
     Path("all.csv").write_text("question,answer\n" + "a,b\n" * 40, encoding="utf-8")
     err = shown(capsys, "data.path=all.csv", *keys, status=2)
     assert "none of the 40 rows can be trained on:\n  40 rows, all.csv:2 to all.csv:41: has `question`, `answer`" in err
-    assert err.count("it needs") == 1 and "or set data.bad_rows" not in err
+    assert err.count("but needs") == 1 and "or set data.bad_rows" not in err
     assert "Set 'data.columns={instruction: question, output: answer}'" in err
     write_jsonl(Path("asked.jsonl"), *[{"messages": chat(("user", "hi"))["messages"]}] * 3)
     err = shown(capsys, "data.path=asked.jsonl", *keys, status=2)

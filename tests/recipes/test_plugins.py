@@ -146,7 +146,7 @@ def test_names_of_algorithms_that_cannot_be_used() -> None:
         mock.patch.object(algorithms, "plugins", return_value=entries),
     ):
         added, unusable = algorithms._of_packages(algorithms._built_in())
-    assert added == [] and "declares no algorithm of the name again" in unusable["again"]
+    assert added == [] and "declares no algorithm named again" in unusable["again"]
     assert unusable["grpo"].startswith("rl.algorithm: grpo is weft's own; weft.rl.algorithms.grpo:DECLARES of ")
 
 
@@ -247,5 +247,7 @@ def test_names_that_cannot_be_used_are_refused(given: None) -> None:
     assert line.startswith("rl.reward: math is weft's own; one.rewards:math of ") and line.endswith(" is not used.")
     with pytest.raises(UserError, match=r"gone is no_such_package:reward .* cannot be imported: ModuleNotFoundError"):
         import_named("gone", "rl.reward")
-    with pytest.raises(UserError, match=r"plain is json:dumps, which is no class of weft.inference.standalone"):
+    with pytest.raises(
+        UserError, match=r"plain is json:dumps, which is not a subclass of weft.inference.standalone.Standalone"
+    ):
         standalone.engine_class("plain")

@@ -183,7 +183,7 @@ def test_an_environment_that_fails_costs_one_sample() -> None:
     (sample,) = play(Scripted("say a"), episodes(Broken)).samples
     assert sample.notes["error"] == "Broken.step: KeyError: 'nothing here'"
     assert not sample.trained and sample.length == 6
-    with pytest.raises(UserError, match="SilentEnvironment replied nothing"):
+    with pytest.raises(UserError, match="SilentEnvironment returned an empty reply"):
         play(Scripted("say a"), episodes(SilentEnvironment))
 
 

@@ -151,8 +151,11 @@ def test_where_groups_cannot_be_stopped(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        (["rl.correction=none"], "(rl.correction=tis corrects it)"),
-        (["rl.old_logprobs=rollout", "rl.policy_loss=reinforce"], "(rl.old_logprobs=recompute rl.correction=tis"),
+        (["rl.correction=none"], "(set rl.correction=tis to correct it)"),
+        (
+            ["rl.old_logprobs=rollout", "rl.policy_loss=reinforce"],
+            "(set rl.old_logprobs=recompute rl.correction=tis to correct it)",
+        ),
         (["rl.old_logprobs=rollout"], ""),
         (["rl.correction=mis"], ""),
         (["rl.correction=none", "cluster.max_staleness=0"], ""),

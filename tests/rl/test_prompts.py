@@ -304,7 +304,7 @@ def test_a_bad_row_is_named(row: dict[str, Any], message: str) -> None:
 def test_other_bad_prompts() -> None:
     with pytest.raises(UserError, match="has no chat template"):
         read([{"messages": [{"role": "user", "content": "a"}]}], template=None)
-    with pytest.raises(UserError, match="returns id 1.., but the model's vocabulary has 100"):
+    with pytest.raises(UserError, match="gives id 1.., but the model's vocabulary has 100"):
         read([{"prompt": "a\u00ff"}], vocab_size=100)
     with pytest.raises(UserError, match="contains no prompts"):
         read([])

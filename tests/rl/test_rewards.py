@@ -130,7 +130,7 @@ def test_a_function_that_fails_for_every_stand_in_answer_is_an_error_with_its_pl
             r"reads \(.*tried_rewards.py:3\) .*TypeError: expected string .* \(.*tried_rewards.py:4\)"
         ),
         "def word(completions):\n    return ['yes' for _ in completions]": (
-            r"word \(.*tried_rewards.py:1\) .*: returned 'yes', which is no number"
+            r"word \(.*tried_rewards.py:1\) .*: returned 'yes', which is not a number"
         ),
         "def dies(completions):\n    import os; os._exit(3)": r"dies .*: the function's process ended with status 3",
         "def alone(completions):\n    return [1.0]": r"alone returned 1 values for 3 .* at .*tried_rewards.py:1\.",

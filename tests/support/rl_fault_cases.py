@@ -515,7 +515,7 @@ USER_FAULTS = (
     ("returns NaN", "nan", "returned nan"),
     ("returns infinity", "infinity", "returned inf"),
     ("returns one number for all", "a number", "returned float, not a list of"),
-    ("returns words", "words", "returned 'good', which is no number"),
+    ("returns words", "words", "returned 'good', which is not a number"),
 )
 ENVIRONMENT_FAULTS = (
     ("process is killed", "kill", "FaultyEnvironment.start: its process was ended by signal 9"),

@@ -74,7 +74,7 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     if config.data.train_on != "answers":
         yield (
             "data.train_on",
-            f"data.train_on is {config.data.train_on}: preferences compare the answers behind the prompt. Set "
+            f"data.train_on is {config.data.train_on}: preferences compare the answers after the prompt. Set "
             f"{override('data.train_on', 'answers')}.",
         )
     if config.reference.ranks is not None and preference.cache == "disk":

@@ -141,7 +141,7 @@ def _examine(
         raise UserError(
             f"model.path: {config.path} is a {hf_config.architectures[0]}: its head returns scores instead of "
             "logits, so it cannot be trained on text here. Train it with `weft reward`, or use it as a reward with "
-            "rl.reward=[model:PATH]."
+            "'rl.reward=[model:PATH]'."
         )
     support = examine(hf_config if score is None else hf.with_logits(hf_config), noise)
     if score is not None:

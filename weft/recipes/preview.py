@@ -50,7 +50,7 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     count = sum(sum(sample.formats.values()) for sample in sampled)
     if not count:
         refuse_bad(bad, len(bad))
-        raise UserError(f"{sampled[0].part.origin}: holds no documents. data.path must name data with {NEEDED}.")
+        raise UserError(f"{sampled[0].part.origin}: contains no documents. data.path must name data with {NEEDED}.")
     _tokenise_and_show(config, sampled, options)
 
 

@@ -187,7 +187,7 @@ def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
     if config.model.transforms:
         here = "layers and model compared with plain ones that round in the same way"
         there = "compared by `weft verify` with a config of sft, not here"
-        lines.append(f"lossy    model.transforms=[fp8]: not exact; {here if steps else there}")
+        lines.append(f"lossy    'model.transforms=[fp8]': not exact; {here if steps else there}")
     if config.lora.on and base != "compute":
         lines.append(f"lossy    lora.base={base}: not exact; compared with peft over a base rounded in the same way")
     return lines

@@ -227,7 +227,7 @@ def _check(source: DataSource, read: Sequence[Prompt], short: Sequence[Prompt], 
         for prompt in short:
             if max(prompt.tokens) >= rules.vocab_size:
                 raise UserError(
-                    f"{prompt.source}: the tokenizer returns id {max(prompt.tokens)}, but the model's vocabulary has "
+                    f"{prompt.source}: the tokenizer gives id {max(prompt.tokens)}, but the model's vocabulary has "
                     f"{rules.vocab_size} tokens. Tokenizer and model at model.path do not match."
                 )
 

@@ -111,7 +111,7 @@ class TrainerGroup:
         with suppress(Exception):  # the first error is the one to show
             if not (await asyncio.wait([finishing], timeout=1.0))[0]:
                 reason = first_line(error) if isinstance(error, Exception) else type(error).__name__
-                text = f"ending   {reason}: a checkpoint is being written, and finished first, within {timeout:g} s"
+                text = f"ending   {reason}: weft first finishes a checkpoint, within {timeout:g} s"
                 say(f"{text} (train.timeout)", error=True)
             _, news = await asyncio.wait_for(finishing, timeout)
             say(*news, error=True)

@@ -395,7 +395,7 @@ def results_out_of_order(plant: Plant, original: Original, self: Any) -> Any:
     "B53", "weft.models.transforms:linear_layers",
     "routers multiply 8-bit numbers, too",
     caught_by=FP8_OUTPUTS, issue="axolotl-ai-cloud/axolotl#3791",
-    needs="model.transforms=[fp8], a router that is an nn.Linear with 16, 32, ... experts (jamba)",
+    needs="'model.transforms=[fp8]', a router that is an nn.Linear with 16, 32, ... experts (jamba)",
 )  # fmt: skip
 def router_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
     yield from original(module)
@@ -408,7 +408,7 @@ def router_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
 @bug(
     "B53", "weft.models.transforms:linear_layers",
     "a pattern that should keep routers out of fp8 keeps gate_proj out, too",
-    caught_by=FP8_OUTPUTS, issue="PrimeIntellect-ai/prime-rl#2910", needs="model.transforms=[fp8]",
+    caught_by=FP8_OUTPUTS, issue="PrimeIntellect-ai/prime-rl#2910", needs="'model.transforms=[fp8]'",
 )  # fmt: skip
 def gate_proj_not_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
     for name, layer in original(module):
@@ -421,7 +421,7 @@ def gate_proj_not_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
 @bug(
     "B33", "weft.ops.fp8:rounded",
     "scales of fp8 are those of the matrix before, so that rounding depends on the packing",
-    caught_by=FP8_OUTPUTS, issue="", needs="model.transforms=[fp8]",
+    caught_by=FP8_OUTPUTS, issue="", needs="'model.transforms=[fp8]'",
 )  # fmt: skip
 def delayed_scales(plant: Plant, original: Original, x: Any, dim: int) -> Any:
     codes, scale = original(x, dim)
@@ -436,7 +436,7 @@ def delayed_scales(plant: Plant, original: Original, x: Any, dim: int) -> Any:
 @bug(
     "B32", "weft.ops.fp8:rounded",
     "the gradient of a layer's input is a product with weights that are not rounded",
-    caught_by=FP8_INPUTS, issue="pytorch/torchtitan#3123", needs="model.transforms=[fp8], on a CPU",
+    caught_by=FP8_INPUTS, issue="pytorch/torchtitan#3123", needs="'model.transforms=[fp8]', on a CPU",
 )  # fmt: skip
 def columns_not_rounded(plant: Plant, original: Original, x: Any, dim: int) -> Any:
     codes, scale = original(x, dim)
