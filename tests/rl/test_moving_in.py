@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.rl.test_rl_run import WEFT, weft
+from tests.rl.test_rl_run import VARIABLES, WEFT, weft
 from tests.support.local_rl import lines_of
 from tests.support.toy_tokenizers import family_tokenizer
 from weft.config.yaml12 import Loader
@@ -171,11 +172,13 @@ def move(case: QuickStart, folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_a_quick_start_moves_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, steps = CASES[name], 3
+    case = CASES[name]
+    steps = case.kept.get("schedule.warmup_steps", 3)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(VARIABLES, "PYTHONPATH", f"{VARIABLES['PYTHONPATH']}{os.pathsep}{tmp_path}")  # my_rewards
     make_world(tmp_path)
     move(case, tmp_path)
-    paths = re.compile(r"=(tiny|run|[\w.]+\.(?:jsonl|parquet))$")
+    paths = re.compile(r"=(tiny|run|[\w.-]+\.(?:jsonl|parquet))$")
     words = [paths.sub(rf"={tmp_path}/\1", word) for word in (*SIZES, *case.changes)]
     weft([*WEFT, "rl", str(tmp_path / "mine.yaml"), *words, f"train.steps={steps * case.updates}"])
     lines = [line for line in lines_of(tmp_path / "run") if line["step"]]

@@ -104,6 +104,8 @@ def _main(
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
     os.chdir(folder)
+    # As a new interpreter would.
+    sys.path[1:1] = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
     torch.set_num_threads(1)
     subprocess_handler.Popen = _Fork
     os.environ.clear()
