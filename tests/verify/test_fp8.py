@@ -77,7 +77,7 @@ def test_the_command_gives_a_verdict() -> None:
     config = load_config([], [*words, "model.transforms=[fp8]"], SCHEMAS["sft"])
     verdict = run(1, _verdict, config)[0]
     assert {*LAYERS, *(f"{name}, fp8" for name in WHOLE)} <= {figure.name for figure in verdict.figures}
-    assert verdict.passed and any("transforms=[fp8]: not exact" in remark for remark in verdict.remarks)
+    assert verdict.passed and any("'model.transforms=[fp8]': not exact" in remark for remark in verdict.remarks)
 
 
 def _verdict(config: Any) -> Verdict | None:

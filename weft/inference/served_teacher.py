@@ -33,7 +33,7 @@ from weft.strict_json import JsonError, parse
 
 KEY = "VLLM_API_KEY"  # the environment variable that has the server's key, as vLLM's server reads it
 _THREADS = 8  # requests of a rank at a time; the server batches them
-# seconds before a request is repeated because a busy or restarting server did not answer; doubled each time
+# Attempts of a request that a busy or restarting server did not answer; seconds before the second, doubled each time.
 _ATTEMPTS, _PAUSE = 4, 1.0
 _SHOWN = 300
 

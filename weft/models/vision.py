@@ -189,12 +189,10 @@ def _smallest(config: Any, base: nn.Module, patch: int) -> dict[str, Tensor] | N
     """Forward arguments of one grey image of the smallest size that the tower takes; None if weft does not know it."""
     vision = config.vision_config
     if hf.accepts_by_name(base, "image_grid_thw"):
-        merge, channels = (
-            getattr(vision, "spatial_merge_size", None),
-            getattr(vision, "in_channels", getattr(vision, "in_chans", 3)),
-        )
+        merge = getattr(vision, "spatial_merge_size", None)
         if merge is None:
             return None
+        channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
         frames = getattr(vision, "temporal_patch_size", 1)  # ernie4_5_vl_moe merges frames behind the tower
         width = channels * frames * patch * patch
         return {

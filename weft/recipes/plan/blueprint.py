@@ -135,6 +135,11 @@ class Blueprint:
         return find_experts(self.module)
 
     @cached_property
+    def has_shared_experts(self) -> bool:
+        """Whether layers have experts that all tokens pass, after those that routers choose."""
+        return any("shared_" in name for name, _ in self.module.named_modules())
+
+    @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())
 

@@ -225,10 +225,10 @@ def _of_experts(
     back = rows * model.text.hidden_size * size
     there = back + rows * size  # with the weights of the rows
     # Outputs of experts are saved nowhere, so that a recomputed layer ends before it. Shared experts come after them.
-    shared = any("shared_" in name for name, _ in model.module.named_modules())
     forwards = _forwards(recompute)
     for name, payload, times in (
-        ("rows to experts", there, forwards), ("rows from experts", back, forwards if shared else 1.0),
+        ("rows to experts", there, forwards),
+        ("rows from experts", back, forwards if model.has_shared_experts else 1.0),
     ):  # fmt: skip
         yield Transfer(name, "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * times, "forward")
         yield Transfer(name, "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls, "backward")

@@ -7,9 +7,11 @@ changes the result.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from weft.engine.losses.base import LossOutput
 from weft.engine.selfcheck.harness import STAND_IN
@@ -58,6 +60,24 @@ class Plant:
             return output
         self.hit()
         return replace(output, loss_sum=output.loss_sum / weight * self.memory.setdefault("first", weight))
+
+    def leave_out(self, word: str, layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+        """The named layers, but those with this word in their names."""
+        for name, layer in layers:
+            if word in name:
+                self.hit()
+            else:
+                yield name, layer
+
+    def add(
+        self, ending: str, module: nn.Module, layers: Iterable[tuple[str, nn.Module]]
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The named layers, and the parts of the module whose names end so."""
+        yield from layers
+        for name, child in module.named_modules():
+            if name.endswith(ending):
+                self.hit()
+                yield name, child
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,7 @@ def scales_of_the_first_rows(plant: Plant, original: Original, form: Any, scales
     caught_by=QUANTISED, issue="PrimeIntellect-ai/prime-rl#2910", needs="lora.base=nf4",
 )  # fmt: skip
 def gate_proj_left_out(plant: Plant, original: Original, module: Any) -> Any:
-    for name, layer in original(module):
-        if "gate" in name:
-            plant.hit()
-        else:
-            yield name, layer
+    return plant.leave_out("gate", original(module))
 
 
 @bug(
@@ -109,8 +105,4 @@ def gate_proj_left_out(plant: Plant, original: Original, module: Any) -> Any:
     caught_by=QUANTISED, issue="axolotl-ai-cloud/axolotl#3791", needs="lora.base=nf4, a shared expert with a gate",
 )  # fmt: skip
 def gate_quantised(plant: Plant, original: Original, module: Any) -> Any:
-    yield from original(module)
-    for name, child in module.named_modules():
-        if name.endswith("shared_expert_gate"):
-            plant.hit()
-            yield name, child
+    return plant.add("shared_expert_gate", module, original(module))

@@ -398,11 +398,7 @@ def results_out_of_order(plant: Plant, original: Original, self: Any) -> Any:
     needs="'model.transforms=[fp8]', a router that is an nn.Linear with 16, 32, ... experts (jamba)",
 )  # fmt: skip
 def router_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
-    yield from original(module)
-    for name, child in module.named_modules():
-        if name.endswith(".router"):
-            plant.hit()
-            yield name, child
+    return plant.add(".router", module, original(module))
 
 
 @bug(
@@ -411,11 +407,7 @@ def router_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
     caught_by=FP8_OUTPUTS, issue="PrimeIntellect-ai/prime-rl#2910", needs="'model.transforms=[fp8]'",
 )  # fmt: skip
 def gate_proj_not_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
-    for name, layer in original(module):
-        if "gate" in name:
-            plant.hit()
-        else:
-            yield name, layer
+    return plant.leave_out("gate", original(module))
 
 
 @bug(
