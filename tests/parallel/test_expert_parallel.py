@@ -37,10 +37,11 @@ from weft.verify.observed import to_documents
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # with cp, documents are cut
 CASES = [
-    ("mixtral", "ep4"), ("gpt_oss", "ep2xtp2"), ("deepseek_v3", "pp2xep2"), ("glm4_moe", "4ep2"),
-    ("llama4_text", "ep2"), ("qwen3_moe", "ep2xcp2"), ("qwen3_moe", "3ep3"), ("qwen3_next", "ep2"),
+    ("gpt_oss", "ep2xtp2"), ("deepseek_v3", "pp2xep2"), ("glm4_moe", "4ep2"), ("llama4_text", "ep2"),
+    ("qwen3_moe", "ep2xcp2"), ("qwen3_moe", "3ep3"), ("qwen3_next", "ep2"),
 ]  # fmt: skip
 TABLE = [
+    ("mixtral", "ep4"),  # on ep2 it runs, without a bug, in tests/verify/test_plants_on_meshes.py
     ("gpt_oss", "ep4xcp2"), ("jamba", "ep2"), ("jamba", "ep2xtp2"), ("mixtral", "cp2ep2"), ("deepseek_v3", "2xep2"),
     ("qwen3_moe", "ep2"), ("qwen3_moe", "pp2xep2"), ("gpt_oss", "pp2xep2xcp2"),
 ]  # fmt: skip

@@ -33,13 +33,13 @@ from weft.parallel.tp import divide
 from weft.parallel.tp.plan import find_tp_plan
 
 CASES = [
-    ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp2"),
-    ("qwen3_moe", "2xtp2"), ("deepseek_v3", "tp2"), ("olmo2", "tp2"), ("phi3_longrope", "tp2"),
-    ("gpt2", "tp2"), ("falcon", "tp2"), ("gemma4_text", "tp2"), ("qwen3_next", "tp2"), ("bamba", "tp2"),
-    ("nemotron_h", "tp2"),
+    ("llama", "tp2"), ("llama_tied", "2xtp2"), ("gemma3_text", "tp2"), ("qwen3_moe", "2xtp2"), ("deepseek_v3", "tp2"),
+    ("olmo2", "tp2"), ("falcon", "tp2"), ("gemma4_text", "tp2"), ("qwen3_next", "tp2"), ("nemotron_h", "tp2"),
 ]  # fmt: skip
-# The suite compares gradients of these families, too: test_a_small_copy_of_each_family_is_divided.
+# The suite compares gradients of these families, too: test_a_small_copy_of_each_family_is_divided. Those of the first
+# row also run there on real ranks, without a bug, beside those with one: tests/verify/test_plants_on_meshes.py.
 TABLE = [
+    ("qwen3", "tp4"), ("gpt_oss", "tp2"), ("phi3_longrope", "tp2"), ("gpt2", "tp2"), ("bamba", "tp2"),
     ("gpt_oss", "tp4"), ("olmo2", "tp4"), ("phi3_longrope", "tp4"), ("nemotron_h", "2xtp2"), ("cohere2", "tp2"),
     ("stablelm", "tp2"), ("llama4_text", "tp2"), ("lfm2", "tp2"),
 ]  # fmt: skip
@@ -55,7 +55,8 @@ def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
 @pytest.mark.parametrize("sections", [
     {"model": {"recompute": "full"}, "fsdp": {"reduce": "last"}},
     {"fsdp": {"reduce": "scatter", "cpu_offload": True}},
-    {"model": {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}},
+    pytest.param({"model": {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}},
+                 marks=pytest.mark.table),  # with the bugs of experts on tp2
 ], ids=["recompute and last", "scatter and offload", "balanced experts"])  # fmt: skip
 def test_with_other_knobs(sections: dict[str, Any]) -> None:
     verdict = run(4, parity, saved_model("qwen3_moe"), "2xtp2", sections)[0]
