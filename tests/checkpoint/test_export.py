@@ -196,8 +196,10 @@ def test_weights_are_the_masters(family: str, dtype: str, mesh: str, tmp_path: P
     assert tensors_of(tmp_path / "saved").keys() == tensors_of(path).keys()
 
 
-@pytest.mark.parametrize("mesh", ["3", "2x1", "2x2"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "mesh"), pairs(
+    [("qwen3", "3"), ("qwen3", "2x1"), ("qwen3_moe", "2x2")],
+    [("qwen3_moe", "3"), ("qwen3_moe", "2x1"), ("qwen3", "2x2")],
+))  # fmt: skip
 def test_other_meshes(family: str, mesh: str, tmp_path: Path) -> None:
     check(source(family, "bf16"), mesh, tmp_path)
 
@@ -316,8 +318,10 @@ def edited(folder: Path, family: str, dtype: str, changes: dict[str, Any]) -> Pa
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(("family", "dtype"), pairs(
+    [("llama", "fp32"), ("qwen3_moe", "bf16"), ("gemma3_text", "fp32"), ("gpt_oss", "bf16")],
+    [("llama", "bf16"), ("qwen3_moe", "fp32"), ("gemma3_text", "bf16"), ("gpt_oss", "fp32")],
+))  # fmt: skip
 def test_config_and_companions_are_those_of_the_source(family: str, dtype: str, tmp_path: Path) -> None:
     path = source(family, dtype)
     run(1, train_and_save, str(path), "1", str(tmp_path))

@@ -29,11 +29,13 @@ FULL = slice(None)
     ("family", "changes", "sections", "meshes"),
     pairs(
         [
-            ("llama", {}, MUON, ("1", "2", "3", "2x2", "tp2", "cp2", "pp2")),
-            ("llama_tied", {}, MUON, ("1", "2", "tp2", "pp2")),
+            ("llama", {}, MUON, ("1", "3", "2x2", "tp2", "cp2", "pp2")),
+            ("llama_tied", {}, MUON, ("1", "tp2", "pp2")),
             ("qwen3_moe", {"tie_word_embeddings": True}, HEADS, ("1", "ep2", "ep2xtp2")),
         ],
         [
+            ("llama", {}, MUON, ("1", "2")),
+            ("llama_tied", {}, MUON, ("1", "2")),
             ("gpt2", {}, MUON, ("1", "2", "tp2", "pp2")),
             ("gpt2", {}, HEADS, ("1", "2x2", "tp2")),
             ("qwen3", {}, HEADS, ("1", "2", "tp2", "pp2")),

@@ -130,6 +130,7 @@ def _save_in_child(folder: str, model: str, kill_at: int | None, pipe: Connectio
 
 
 @pytest.mark.slow
+@pytest.mark.table  # the suite has a kill before each change of a name
 def test_twenty_kills_at_seeded_moments(tmp_path: Path) -> None:
     """Each process goes on from what the one before has left."""
     moments, newest = random.Random(7), 0

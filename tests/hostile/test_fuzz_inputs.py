@@ -103,7 +103,7 @@ TARGETS: dict[str, tuple[Callable[[Path], object], list[bytes], str]] = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_damage(name: str) -> None:
     parse, seeds, suffix = TARGETS[name]
-    fuzz(parse, seeds, 500, suffix=suffix)
+    fuzz(parse, seeds, 250, suffix=suffix)
 
 
 @pytest.mark.soak

@@ -59,15 +59,15 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        ("llama_tied", "2"),
-        ("qwen3_moe", "1"),
+        pytest.param("llama_tied", "2", marks=pytest.mark.table),
+        pytest.param("qwen3_moe", "1", marks=pytest.mark.table),
         ("lfm2", "2"),
         ("gpt_oss", "1"),
         ("phi3_longrope", "1"),
         ("llama_tied", "tp2"),
         ("qwen3", "tp4"),
         ("qwen3_moe", "2xtp2"),
-        ("qwen3_moe", "4ep2"),
+        pytest.param("qwen3_moe", "4ep2", marks=pytest.mark.table),
         ("llama_tied", "pp2x2"),
         ("qwen3_moe", "pp2xep2"),
     ],

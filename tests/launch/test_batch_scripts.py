@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from tests.faults.test_faults import shared
+from tests.support.cases import pairs
 from tests.support.docs_runner import blocks
 from tests.support.fault_cases import last_whole, write_config
 from tests.support.forked import Run, environment
@@ -135,7 +136,9 @@ def until_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "status"), [("sft.sbatch", 138), ("one.sbatch", 138), ("torchrun.sbatch", 1)])
+@pytest.mark.parametrize(
+    ("name", "status"), pairs([("sft.sbatch", 138), ("torchrun.sbatch", 1)], [("one.sbatch", 138)])
+)
 def test_a_batch_script_saves_in_time_and_goes_on_after_the_requeue(name: str, status: int, cluster: Path) -> None:
     run = cluster / "runs" / "mine"
     job = start(SCRIPTS[name], cluster, "1" if name == "one.sbatch" else "2")
@@ -198,7 +201,7 @@ def test_the_command_of_the_manifest_uses_its_grace(cluster: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.table)])
 def test_ranks_save_and_end_when_torchrun_is_gone(number: signal.Signals, shared: Path) -> None:
     """torchrun does not handle SIGUSR1 by itself: it ends, and tells its ranks nothing."""
     folder = write_config(shared / f"torchrun {number.name}")

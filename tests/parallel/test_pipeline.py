@@ -43,13 +43,13 @@ from weft.verify.peft_reference import PeftReference
 from weft.verify.reference import Reference
 
 CASES = [
-    ("qwen3", "pp2"), ("gemma3_text", "pp3"), ("llama", "pp2x2"),
-    ("llama_tied", "pp2x2x1"), ("qwen3_moe", "pp2"), ("deepseek_v3", "pp2x2"), ("gpt_oss", "pp2g"), ("falcon", "pp2"),
-    ("qwen3", "pp2xtp2"), ("llama_tied", "pp4"),
-    ("qwen3_next", "pp2"), ("falcon_h1", "pp2"),
+    ("gemma3_text", "pp3"), ("llama", "pp2x2"), ("llama_tied", "pp2x2x1"), ("gpt_oss", "pp2g"), ("falcon", "pp2"),
+    ("qwen3", "pp2xtp2"), ("qwen3_next", "pp2"), ("falcon_h1", "pp2"),
 ]  # fmt: skip
-# Of these families the suite has small copies in stages, and gpt2 and lfm2 in stages of other schedules.
+# Of these families the suite has small copies in stages, and gpt2 and lfm2 in stages of other schedules. qwen3 and
+# qwen3_moe run on pp2, without a bug, in tests/verify/test_plants_on_meshes.py; deepseek_v3 in test_expert_parallel.py.
 TABLE = [
+    ("qwen3", "pp2"), ("qwen3_moe", "pp2"), ("deepseek_v3", "pp2x2"), ("llama_tied", "pp4"),
     ("llama", "pp2"), ("llama", "pp2g"), ("gemma3_text", "pp2x2"), ("gpt2", "pp2xtp2"), ("gpt2", "pp2"),
     ("lfm2", "pp2"), ("cohere2", "pp2"),
 ]  # fmt: skip
@@ -80,6 +80,7 @@ def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
     assert verdict.passed, describe(verdict)
 
 
+MORE_KNOBS = ("frozen embedding", "sgd, no clipping")  # which have no rule of their own for stages
 KNOBS: dict[str, dict[str, Any]] = {
     "recompute, gradients reduced once": {"model": {"recompute": "full"}, "fsdp": {"reduce": "last"}},
     "never resharded after forward": {"fsdp": {"reshard_after_forward": False, "reduce": "scatter"}},
@@ -89,7 +90,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", pairs([(k,) for k in KNOBS if k not in MORE_KNOBS], [(k,) for k in MORE_KNOBS]))
 def test_with_other_knobs(name: str) -> None:
     verdict = run(4, parity, saved_model("llama"), "pp2x2", KNOBS[name])[0]
     assert verdict.passed, describe(verdict)
@@ -154,10 +155,10 @@ def test_what_travels_in_16_bits(family: str, dtype: str) -> None:
 
 # ---------------------------------------------------------------- what is saved, resumed and evaluated
 
-SAVED = [("qwen3", "pp2x2"), ("deepseek_v3", "pp3"), ("qwen3_moe", "pp2x2x1"), ("gpt2", "pp2xtp2")]
+SAVED = pairs([("deepseek_v3", "pp3"), ("gpt2", "pp2xtp2")], [("qwen3", "pp2x2"), ("qwen3_moe", "pp2x2x1")])
 
 
-@pytest.mark.parametrize(("family", "mesh"), SAVED, ids=map(" ".join, SAVED))
+@pytest.mark.parametrize(("family", "mesh"), SAVED)
 def test_weights_of_all_stages_are_saved_as_one_model(family: str, mesh: str, tmp_path: Path) -> None:
     test_export.check(test_export.source(family, "bf16"), mesh, tmp_path)
 
@@ -169,13 +170,13 @@ def test_killed_and_gone_on_with_it_is_the_unbroken_run_bit_for_bit(tmp_path: Pa
         "step": {"max_tokens_per_device": 48},
     }
     expected = process(tmp_path / "whole", "pp2x2", sections=sections)
-    drawn = test_resume.chain(tmp_path / "killed", "pp2x2", sections, (1, 4, 7))
+    drawn = test_resume.chain(tmp_path / "killed", "pp2x2", sections, (4,))
     assert test_resume.same_run(tmp_path / "whole", tmp_path / "killed") == []
     assert drawn == expected
     assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]  # stages of the same documents draw the same
 
 
-@pytest.mark.parametrize(("before", "after"), pairs([("pp2x2", "tp2"), ("2", "pp2")], [("pp2", "2"), ("1", "pp2x2x1")]))
+@pytest.mark.parametrize(("before", "after"), pairs([("pp2x2", "tp2")], [("2", "pp2"), ("pp2", "2"), ("1", "pp2x2x1")]))
 def test_another_mesh_goes_on_with_the_same_state_and_the_same_curve(before: str, after: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process(folder, before, steps=5)
@@ -199,7 +200,7 @@ def test_a_run_in_stages_is_one_with_data_ranks(tmp_path: Path) -> None:
     assert all(0 < line["bubble"] < 1 for line in lines(tmp_path / "stages"))
 
 
-@pytest.mark.parametrize("mesh", ["pp2", "pp2x2"])
+@pytest.mark.parametrize("mesh", pairs([("pp2x2",)], [("pp2",)]))
 def test_the_held_out_loss_is_the_references_token_mean(mesh: str) -> None:
     actual = test_eval.on_mesh(mesh, "llama")
     for name, figures in actual.items():
@@ -212,14 +213,15 @@ def test_the_held_out_loss_is_the_references_token_mean(mesh: str) -> None:
 # ---------------------------------------------------------------- adapters
 
 ADAPTED: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "pp2", {"rank": 4}),
     ("qwen3_moe", "pp2x2", {"rank": 2, "targets": ("all-linear", "experts.*_proj")}),
     ("qwen3", "pp2", {"rank": 4, "modules_to_save": ("lm_head",)}),  # which is untied for it
-    ("llama", "pp2xtp2", {"rank": 3, "rslora": True}),
 ]
+ADAPTED_TABLE: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "pp2", {"rank": 4}), ("llama", "pp2xtp2", {"rank": 3, "rslora": True}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "mesh", "lora"), ADAPTED, ids=[f"{f} {mesh}" for f, mesh, _ in ADAPTED])
+@pytest.mark.parametrize(("family", "mesh", "lora"), pairs(ADAPTED, ADAPTED_TABLE))
 def test_adapters_are_those_of_peft(family: str, mesh: str, lora: dict[str, Any], tmp_path: Path) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"lora": lora})[0]
     assert verdict.passed, describe(verdict)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.support.cases import ALL_GATHER, describe, open_engine, parity, saved_model, world_of
+from tests.support.cases import ALL_GATHER, describe, open_engine, pairs, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.engine import Engine, StepResult
 from weft.engine.losses.base import CrossEntropy
@@ -21,16 +21,17 @@ from weft.verify.observed import to_documents
 NESTED = {"llama": ("layers", "head", "LlamaMLP", "LlamaAttention"), "qwen3_moe": ("layers", "head", "Qwen3MoeExperts")}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize(
-    ("mesh", "depth", "wrap", "recompute"),
-    [
-        ("2", 2, "auto", "none"),
-        ("2", (1, 3), "nested", "full"),
-        ("2", (3, 1), "nested", "none"),
-        ("2x2", 2, "auto", "full"),
-    ],
-)
+SETTINGS: list[tuple[str, Any, str, str]] = [
+    ("2", 2, "auto", "none"), ("2", (1, 3), "nested", "full"), ("2", (3, 1), "nested", "none"),
+    ("2x2", 2, "auto", "full"),
+]  # fmt: skip
+FAMILIES = ("llama", "qwen3_moe")
+
+
+@pytest.mark.parametrize(("family", "mesh", "depth", "wrap", "recompute"), pairs(
+    [(FAMILIES[number % 2], *setting) for number, setting in enumerate(SETTINGS)],
+    [(FAMILIES[number % 2 - 1], *setting) for number, setting in enumerate(SETTINGS)],
+))  # fmt: skip
 def test_parity(family: str, mesh: str, depth: Any, wrap: str, recompute: str) -> None:
     wraps = "auto" if wrap == "auto" else NESTED[family]
     sections = {"fsdp": {"prefetch": depth, "wrap": wraps}, "model": {"recompute": recompute}}

@@ -37,7 +37,7 @@ def base_in(form: str, **changes: Any) -> dict[str, Any]:
     ("family", "mesh", "sections"),
     [
         ("llama", "1", base_in_nf4()),
-        ("llama", "2x2", base_in_nf4()),
+        pytest.param("llama", "2x2", base_in_nf4(), marks=pytest.mark.table),
         ("llama", "tp2", base_in_nf4()),
         ("llama", "pp2z", base_in_nf4(modules_to_save=("layers.1.mlp.up_proj",))),
         pytest.param("llama", "cp2u2", {**base_in_nf4(), "model": {"recompute": "selective"}}, marks=pytest.mark.table),

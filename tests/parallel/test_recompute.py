@@ -83,7 +83,7 @@ LORA = {"lora": {"rank": 4, "targets": ("all-linear", "mlp.experts.gate_up_proj"
     [
         ("llama", "1", {}, [mode for mode in MODES if mode != "none"]),
         ("llama", "2xtp2", {}, ["selective", "collectives"]),
-        ("llama", "cp2u2", {}, ["selective"]),
+        pytest.param("llama", "cp2u2", {}, ["selective"], marks=pytest.mark.table),
         ("llama", "pp2z", {}, ["selective", "selective, all on the host, tiles"]),
         ("llama", "2", {"lora": {"rank": 4}}, ["selective", "full, inputs on the host", "tiles"]),
         ("qwen3_moe", "ep2xcp2", {}, ["selective", "collectives", "selective, all on the host"]),
@@ -91,7 +91,8 @@ LORA = {"lora": {"rank": 4, "targets": ("all-linear", "mlp.experts.gate_up_proj"
         ("deepseek_v3", "tp2", {}, ["selective", "selective, all on the host, tiles"]),
         pytest.param("deepseek_v3", "ep2xtp2", {"fsdp": {"reduce": "last"}}, ["selective"], marks=pytest.mark.table),
         ("gemma3_text", "cp2", {}, ["selective", "attention of 1 in 2"]),
-        ("qwen3_5_text", "2", {}, ["selective", "full, inputs on the host", "tiles"]),
+        pytest.param("qwen3_5_text", "2", {}, ["selective", "full, inputs on the host", "tiles"],
+                     marks=pytest.mark.table),
         ("qwen3_5_text", "cp2u2", {}, ["selective"]),
         ("bamba", "tp2", {}, ["selective"]),
         *(

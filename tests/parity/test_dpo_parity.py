@@ -258,8 +258,9 @@ KTO = {"preference.loss": "kto", "preference.desirable_weight": 1.3, "preference
 STEPS = [list(range(10)), [4, 5], list(range(6, 14))]
 KTO_STEPS = [list(range(6)), [2], list(range(3, 9))]  # of answers one by one
 LR = 0.05
-SEVERAL = [("llama", "1"), ("qwen3", "2xtp2"), ("qwen3_moe", "ep2"), ("llama", "cp2")]
+SEVERAL = [("qwen3", "2xtp2"), ("qwen3_moe", "ep2"), ("llama", "cp2")]
 TABLE = [
+    ("llama", "1"),
     ("gemma3_text", "2"), ("llama", "2x2"), ("llama", "tp2"), ("llama", "pp2"), ("llama", "pp2xcp2"), ("qwen3", "1"),
     ("qwen3", "2"), ("qwen3", "cp2"), ("qwen3", "pp2"), ("gemma3_text", "2x2"), ("gemma3_text", "tp2"),
     ("gemma3_text", "cp2"), ("gemma3_text", "pp2"), ("qwen3_moe", "2"), ("qwen3_moe", "tp2"), ("qwen3_moe", "pp2xep2"),

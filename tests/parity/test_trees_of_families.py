@@ -114,10 +114,10 @@ def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], path: str
 # ---------------------------------------------------------------- images
 
 
-IMAGES = [("qwen2_vl", "1"), ("gemma3", "2"), ("qwen2_vl", "cp2")]
+IMAGES = [("gemma3", "2"), ("qwen2_vl", "cp2")]
 MORE_IMAGES = [
-    ("qwen2_5_vl", "2x2"), ("llava", "tp2"), ("qwen3_vl", "pp2"), ("gemma3", "cp2"), ("qwen3_vl", "cp2u2"),
-    ("qwen2_5_vl", "2xcp2"),
+    ("qwen2_vl", "1"), ("qwen2_5_vl", "2x2"), ("llava", "tp2"), ("qwen3_vl", "pp2"), ("gemma3", "cp2"),
+    ("qwen3_vl", "cp2u2"), ("qwen2_5_vl", "2xcp2"),
 ]  # fmt: skip
 
 

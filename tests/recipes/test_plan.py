@@ -95,7 +95,7 @@ def bytes_of(share: RankShare) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("family", "mesh", "sections", "changes"),
     [
-        ("llama", "1", {}, {}),
+        pytest.param("llama", "1", {}, {}, marks=pytest.mark.table),
         ("llama", "3", {"model": {"freeze": ("*.mlp",)}, "optimizer": {"state_dtype": "bf16"}}, {}),
         ("llama", "3", {"optimizer": {"state_dtype": "int8"}}, {}),
         ("qwen3_moe", "ep2xtp2", {"optimizer": {"name": "muon"}}, {}),
@@ -104,7 +104,7 @@ def bytes_of(share: RankShare) -> tuple[int, int, int]:
         ("qwen3", "2xtp2", {"lora": {"rank": 4}}, {"vocab_size": 131}),
         ("qwen3_moe", "3ep3", {}, {"num_experts": 5}),
         ("qwen3_moe", "4ep2", {"lora": {"rank": 3, "targets": ("*.experts.*", "*.q_proj")}}, {}),
-        ("gpt_oss", "ep2xtp2", {"fsdp": {"param_dtype": "bf16"}}, {}),
+        pytest.param("gpt_oss", "ep2xtp2", {"fsdp": {"param_dtype": "bf16"}}, {}, marks=pytest.mark.table),
         ("llama_tied", "pp2x2", {}, {"num_hidden_layers": 3}),
         ("deepseek_v3", "pp2xcp2", {}, {}),
         pytest.param("qwen3_moe", "pp2xep2xtp2", {}, {}, marks=pytest.mark.table),
@@ -178,7 +178,7 @@ RECOMPUTE = {"model": {"recompute": "full"}}
         ("llama", "2xtp2", RECOMPUTE, [65] * 8, {}),
         ("gemma3_text", "tp2", RECOMPUTE, [65] * 4, {}),
         ("falcon", "tp2", {}, [65] * 4, {}),
-        ("llama", "cp2", {}, [201] * 2, {}),
+        pytest.param("llama", "cp2", {}, [201] * 2, {}, marks=pytest.mark.table),
         ("llama", "cp2u2", RECOMPUTE, [201] * 2, {}),
         ("qwen3_moe", "4ep2", RECOMPUTE, [65] * 8, {"num_experts": 4}),
         ("llama_tied", "pp2x2", {}, [65] * 8, {}),

@@ -255,7 +255,8 @@ def test_held_out_pairs_are_measured_alike_by_run_and_command(trained: tuple[Pat
 
 
 @pytest.mark.parametrize("words", [
-    ["reward.center_rewards_coefficient=0.1", "--nproc", "2"], ["reward.loss=classification"], ["reward.loss=process"],
+    ["reward.center_rewards_coefficient=0.1", "--nproc", "2"], ["reward.loss=process"],
+    pytest.param(["reward.loss=classification"], marks=pytest.mark.table),
 ])  # fmt: skip
 def test_verify_compares_the_scores_loss(weft: Weft, folder: Path, words: list[str]) -> None:
     write_jsonl(folder / "rows.jsonl", {"prompt": "to", "chosen": " dear", "rejected": " hey"})

@@ -180,6 +180,7 @@ def test_rollouts_are_trained_from_again_to_the_same_weights(task: Path, complet
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(complete_run).items())
 
 
+@pytest.mark.table  # tests/parity/test_rl_parity.py has updates on tp; the next test, a run whose engines take turns
 def test_a_run_whose_ranks_divide_each_layer(task: Path) -> None:
     """Both ranks generate and have the same documents; the weights are those of one rank on the same rollouts."""
     assert compare_with_one_rank(task, "divided", ["mesh.tp=2"]) > 0
