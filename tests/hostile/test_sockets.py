@@ -145,7 +145,7 @@ def test_the_store_of_a_process_group_listens_where_it_is_told_to() -> None:
     assert joined.get("a") == b"1" and not list(outside(opened)), opened
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.table), 2])
 def test_sft(nproc: int, folder: Path) -> None:
     words = ("sft", *WORDS, "train.epochs=100000", "train.log_every=1", f"run.dir=run-{nproc}", "--nproc", str(nproc))
     run = Run(words, folder)

@@ -171,6 +171,7 @@ def test_a_run_whose_controller_is_killed_goes_on_as_the_unbroken_one(task: Path
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(complete_run).items())
 
 
+@pytest.mark.table  # in threads in place of Ray's actors, the suite has replays: tests/faults/test_rl_faults.py
 def test_rollouts_are_trained_from_again_to_the_same_weights(task: Path, complete_run: Path) -> None:
     """--replay needs no engine; another number of ranks changes rounding alone."""
     run = task / "replayed"
@@ -227,6 +228,7 @@ def test_engines_of_their_own_run_ahead_of_training(task: Path) -> None:
     assert first["sampling/sampling_logp_difference/max"] < 1e-5
 
 
+@pytest.mark.table  # in threads: tests/faults/test_rl_faults.py
 def test_rollouts_alone(task: Path) -> None:
     run = task / "only"
     weft(command(task, run, "train.steps=4", "--rollout-only"))
