@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.cases import open_engine, saved_model, world_of
+from tests.support.cases import open_engine, pairs, saved_model, world_of
 from tests.support.pool import run
 from tests.support.resuming import STEPS, Sections, attempt, equal, inputs, lines, process, state_of
 from tests.support.toy_tokenizers import chat, write_jsonl
@@ -119,10 +119,12 @@ def one_rank(family: str) -> dict[str, Figures]:
     return on_mesh("1", family)
 
 
-FAMILIES = {"llama": ("1", "2", "3", "4", "2x2", "tp2"), "lfm2": ("1", "3"), "gemma2": ("2",)}
+FAMILIES = {"llama": ("1", "3", "2x2", "tp2"), "lfm2": ("1", "3"), "gemma2": ("2",)}
 
 
-@pytest.mark.parametrize(("family", "mesh"), [(family, mesh) for family, meshes in FAMILIES.items() for mesh in meshes])
+@pytest.mark.parametrize(("family", "mesh"), pairs(
+    [(family, mesh) for family, meshes in FAMILIES.items() for mesh in meshes], [("llama", "2"), ("llama", "4")],
+))  # fmt: skip
 def test_the_held_out_loss_is_the_references_token_mean(family: str, mesh: str) -> None:
     measured = one_rank(family) if mesh == "1" else on_mesh(mesh, family)
     for name, figures in measured.items():

@@ -229,6 +229,7 @@ def test_two_ranks_train_alike(single_rank: tuple[Path, str], weft: Weft, folder
 
 
 @pytest.mark.slow
+@pytest.mark.table  # with a signal, the suite has both in tests/launch/test_batch_scripts.py
 def test_ranks_of_torchrun_join(single_rank: tuple[Path, str], folder: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "weft"]
     words = ["sft", "c.yaml", "mesh.dp_replicate=2", "run.dir=joined", "train.steps=2", "train.epochs=null"]
@@ -238,6 +239,7 @@ def test_ranks_of_torchrun_join(single_rank: tuple[Path, str], folder: Path) -> 
     assert done.stdout.count("step 2/2  loss") == 1
 
 
+@pytest.mark.table
 def test_tasks_of_srun_join(single_rank: tuple[Path, str], folder: Path) -> None:
     """With the variables that Slurm gives each of them, and none of torchrun's."""
     words = ["sft", "c.yaml", "mesh.dp_replicate=2", "run.dir=tasks", "train.steps=2", "train.epochs=null"]
