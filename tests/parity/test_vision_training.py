@@ -71,7 +71,7 @@ def one_step(engine: Engine, documents: list[Document]) -> None:
     assert metrics["loss"] is not None
 
 
-@pytest.mark.parametrize("reduce", ["scatter", "last"])
+@pytest.mark.parametrize("reduce", ["scatter", pytest.param("last", marks=pytest.mark.table)])
 def test_steps_in_which_other_ranks_have_images_and_videos(reduce: str) -> None:
     counts = run(3, train_on_random_steps, saved_vision_model("qwen2_5_vl"), "3", 50, reduce)[0]
     assert len(set(counts)) == 1 and counts[0][0] > 0
