@@ -214,12 +214,6 @@ def _router_combinations(config: Any) -> Iterator[tuple[str, str]]:
             "model.router_bias_rate moves biases of the base, which no checkpoint of an adapter holds: set "
             "model.router_bias_rate=null, or lora.rank=null.",
         )
-    if config.model.compile is True:
-        yield (
-            "model.router_bias_rate",
-            "model.router_bias_rate goes by what routers choose, which is not counted in compiled layers: set "
-            "model.router_bias_rate=null, or model.compile=false.",
-        )
 
 
 def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:

@@ -122,11 +122,12 @@ class ModelConfig:
         within=POSITIVE,
     )
     compile: bool | Literal["auto"] = key(
-        "Compile each decoder layer with torch.compile; attention over documents stays outside the graphs. The first "
-        "steps are slow, later ones faster on accelerators. `auto`: true for training in 16 bits on CUDA, if a test "
-        "on a small copy passes. It is false if a full row computes for less time than the host needs to launch "
-        "compiled layers, and with experts, images, layers with state, mesh.pp, model.transforms, hidden readouts or "
-        "train.deterministic. If the test fails, weft prints this.",
+        "Compile each decoder layer with torch.compile; attention over documents and experts with their routers stay "
+        "outside the graphs. The first steps are slow, later ones faster on accelerators. `auto`: true for training in "
+        "16 bits on CUDA, if a test on a small copy passes. It is false if a full row computes for less time than the "
+        "host needs to launch compiled layers, and with images, layers with state, layers that call experts "
+        "themselves, mesh.pp, model.transforms, hidden readouts or train.deterministic. If the test fails, weft prints "
+        "this.",
         "auto",
     )
     fused_norms: bool | Literal["auto"] = key(

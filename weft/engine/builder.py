@@ -38,6 +38,7 @@ from weft.launch.machine import keep_freed_memory
 from weft.launch.process import Ranks, new_groups_inherit_timeout
 from weft.models import hf
 from weft.models.cost import costs_of_layers
+from weft.models.experts import hides_routers
 from weft.models.flops import model_flops, peak_flops
 from weft.models.freeze import freeze
 from weft.models.lora import LoraPlan, freeze_base
@@ -368,7 +369,8 @@ def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) 
     layer or is known to break graphs, and if the device computes a full row for longer than the host needs to launch
     the graphs. Otherwise compiled layers are slower, because they take more host time than eager layers."""
     config, precise = spec.config, spec.precision.compute not in (torch.bfloat16, torch.float16)
-    layers = bool(built.flops.expert or built.module.mixers or built.support.mixers or config.model.transforms)
+    traced_routers = built.flops.expert and not hides_routers(layer for _, layer in built.module.layers)
+    layers = bool(traced_routers or built.module.mixers or built.support.mixers or config.model.transforms)
     layer_needed = config.exact or config.deterministic or spec.mesh.pp_size > 1 or built.vision is not None
     policy = policy_of(config.model.recompute)
     layer_needed = layer_needed or (policy is not None and policy.keeps_operations) or config.lora.base != "compute"

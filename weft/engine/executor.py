@@ -26,7 +26,7 @@ from weft.launch.consistency import ReplicaChecksum
 from weft.launch.timing import waiting
 from weft.models.balance import Balance, Counted
 from weft.models.embedding_noise import EmbeddingNoise
-from weft.models.experts import find_experts
+from weft.models.experts import find_experts, hides_routers
 from weft.models.train_module import OF_ROUTERS
 from weft.ops.divergence import Comparison
 from weft.ops.exact import numerics
@@ -83,10 +83,11 @@ class Executor:
         self.config, self.module, self.mesh, self.device = config, built.module, mesh, device
         self.uses_bounds, self.balance, self.top_k = built.uses_bounds, built.balance, built.flops.experts_per_token
         self.experts = built.flops.experts if built.flops.expert else 0
-        # Hooks inside of compiled layers would be traced.
-        counted = () if config.model.compile is True else find_experts(self.module).values()
-        self.load = ExpertLoad(counted, mesh)
-        self.replay = RouteReplay(self.module, self.experts, self.top_k, config.model.compile is True)
+        self.load = ExpertLoad(find_experts(self.module).values(), mesh)
+        # A stage of a pipeline may have no experts, and would not know where other stages have their routers.
+        routers_hidden = mesh.pp is None and hides_routers(layer for _, layer in self.module.layers)
+        compiled = config.model.compile is True and not routers_hidden
+        self.replay = RouteReplay(self.module, self.experts, self.top_k, compiled)
         self._noise: EmbeddingNoise | None = None
         embedding = self.module.get_submodule(self.module.facts.embedding)
         if config.neftune_noise_alpha is not None and not isinstance(embedding, EmptyModule):

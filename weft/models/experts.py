@@ -6,7 +6,8 @@ T tokens, K experts chosen per token, S = T K rows, E experts.
 from __future__ import annotations
 
 import copy
-from functools import partial
+from collections.abc import Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,6 +45,41 @@ def find_experts(module: nn.Module) -> dict[str, Any]:
 def is_experts(module: Any) -> bool:
     """Whether the module holds all experts of a layer, in one tensor per projection."""
     return getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
+
+
+def expert_blocks(layer: nn.Module) -> list[nn.Module]:
+    """The children of a decoder layer that contain experts: blocks of experts with their router, in most families."""
+    return [child for child in layer.children() if find_experts(child)]
+
+
+def hides_routers(layers: Iterable[nn.Module]) -> bool:
+    """Whether experts and routers of these layers stay outside of the graphs when the layers are compiled: a block of
+    each layer contains both. False for a layer that calls its experts itself (gemma4), and without known experts."""
+    names = [name for layer in layers for name in find_experts(layer)]
+    return bool(names) and all("." in name for name in names)
+
+
+def hide(block: Any) -> None:
+    """Hide a block and its hooks from torch.compile: graphs end before it and begin again after it.
+
+    torch compiles hooks into a graph and ignores hooks that are registered later (skip_nnmodule_hook_guards), but
+    choices of experts are read and replaced by such hooks.
+    """
+    kind: Any = type(block)
+    block.__class__ = _hidden(kind)
+
+
+@cache
+def _hidden(kind: Any) -> Any:
+    """A class, not a function per module, because compiled layers share graphs only if their modules have the same
+    class."""
+
+    @torch.compiler.disable
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.__call__(self, *args, **kwargs)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"__call__": call, **names})
 
 
 def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:

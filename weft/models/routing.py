@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.models.experts import find_experts
+
 # (decoder layer, scores [M, E], result of topk) -> the result that the router sees instead
 Choose = Callable[[int, Tensor, Any], Any]
 _ATTENTION = re.compile(r"attn|attention")
@@ -28,13 +30,14 @@ def replace_choices(layers: Sequence[nn.Module], experts: int, chosen: int, choo
     recomputation. Choices inside attention (jetmoe also has experts there) stay unchanged, so a layer has one choice.
 
     The hooks are on the layers' children: a mode around the forward would miss recomputation, which backward starts,
-    and newer transformers recompute a layer without the layer's own hooks.
+    and newer transformers recompute a layer without the layer's own hooks. Of a compiled layer they are on the blocks
+    that stay outside its graphs.
     """
     watched = [
         (child, _TopK(number, experts, chosen, choose))
         for number, layer in enumerate(layers)
         for name, child in layer.named_children()
-        if not _ATTENTION.search(name)
+        if not _ATTENTION.search(name) and (layer._compiled_call_impl is None or find_experts(child))
     ]
 
     def enter(mode: _TopK) -> Any:

@@ -20,6 +20,7 @@ from weft.config.recompute import AUTO_TILE, FULL, Activations, Offload, Recompu
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.experts import expert_blocks, hide
 from weft.models.fused_norms import fuse_norms
 from weft.models.lora import is_read_only
 from weft.models.train_module import TrainModule
@@ -146,12 +147,15 @@ def describe_recompute(policy: RecomputePolicy, module: TrainModule, offload: Of
 
 
 def compile_layers(module: TrainModule) -> None:
-    """Compile every decoder layer, for any number of tokens. Attention over documents, and layers that carry state,
-    stay outside the graphs, because lengths of documents differ in every row."""
+    """Compile every decoder layer, for any number of tokens. Attention over documents, modules that carry state, and
+    experts with their routers stay outside the graphs, because lengths of documents and numbers of tokens per expert
+    differ in every row."""
     hf.register_kernels(traced=False)
     for mixer in module.mixers.values():
         mixer.hide()
     for _, layer in module.layers:
+        for block in expert_blocks(layer):
+            hide(block)
         layer.compile(dynamic=True)
 
 

@@ -24,6 +24,7 @@ from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
 from weft.engine.selfcheck.harness import gradient_difference
 from weft.errors import UserError
+from weft.models.experts import hides_routers
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
 from weft.verify.adapter import (
@@ -118,9 +119,10 @@ def verify(
     because the engine follows its routes through experts. Raises UserError for settings under which the engine cannot
     follow them.
     """
-    if engine.config.model.compile is True and engine.built.flops.expert:
+    compiles = engine.config.model.compile is True and engine.built.flops.expert
+    if compiles and not hides_routers(layer for _, layer in engine.module.layers):
         raise UserError(
-            "weft verify cannot follow the reference's routes through compiled layers: add model.compile=false."
+            "weft verify cannot follow the reference's routes through compiled routers: add model.compile=false."
         )
     if engine.config.model.router_bias_rate is not None:
         raise UserError(

@@ -36,14 +36,14 @@ class RouteCounts:
 
 class RouteReplay:
     """Applies documents' routes in one model. experts: number of routed experts of a layer, 0 for a dense model.
-    chosen: number of experts per token."""
+    chosen: number of experts per token. compiled: the graphs of layers contain their routers."""
 
     def __init__(self, module: TrainModule, experts: int, chosen: int, compiled: bool) -> None:
         self.module, self.experts, self.chosen, self.compiled = module, experts, chosen, compiled
 
     def check(self, document: Document) -> None:
-        """Raises ValueError, with the document, if its routes do not fit its tokens or this model; UserError if layers
-        are compiled."""
+        """Raises ValueError, with the document, if its routes do not fit its tokens or this model; UserError if
+        routers are compiled."""
         routes = document.routes
         if routes is None:
             return
@@ -51,7 +51,7 @@ class RouteReplay:
         if not self.experts:
             raise ValueError(f"{name}: this model has no experts, so it cannot use routes")
         if self.compiled:
-            raise UserError("model.compile: routes cannot be replayed in compiled layers. Set model.compile=false.")
+            raise UserError("model.compile: routes cannot be replayed in compiled routers. Set model.compile=false.")
         expected = (len(document), len(self.module.layers), self.chosen)
         if tuple(routes.shape) != expected:
             raise ValueError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -9,6 +12,9 @@ from transformers import PretrainedConfig
 
 from weft.engine.selfcheck.architecture import ModelSupport, hidden_of, small_copy, text_vocabulary
 from weft.engine.selfcheck.device import TOLERANCES, on_device
+from weft.models.cost import expert_counts
+from weft.models.experts import hides_routers
+from weft.models.routing import replace_choices, replaced
 from weft.models.train_module import TrainModule
 from weft.models.transforms import compile_layers
 
@@ -35,12 +41,12 @@ def _try(config: PretrainedConfig, kernel: str, support: ModelSupport, device: t
     # The reference has the same rounded weights in fp32, to measure the error of eager layers: weights with a large
     # standard deviation amplify it (0.75 for a llama with initializer_range=0.2 in bf16). fp32 has no varlen attention.
     exact = on_device(small_copy(config, "per_document"), device, dtype).float()
-    references = [_results(exact, support, lengths) for lengths in _ROWS]
-    eager_errors = [_errors(module, support, lengths, r) for lengths, r in zip(_ROWS, references, strict=True)]
+    references = [_Reference(exact, support, lengths) for lengths in _ROWS]
+    eager_errors = [reference.errors(module) for reference in references]
     compile_layers(module)
     graphs = []
-    for lengths, reference, eager in zip(_ROWS, references, eager_errors, strict=True):
-        for error, noise in zip(_errors(module, support, lengths, reference), eager, strict=True):
+    for reference, eager in zip(references, eager_errors, strict=True):
+        for error, noise in zip(reference.errors(module), eager, strict=True):
             allowed = max(TOLERANCES[dtype], 2 * noise)
             if not error <= allowed:
                 return f"values or gradients differ by {error:.1e}, more than the allowed {allowed:.0e}"
@@ -50,22 +56,35 @@ def _try(config: PretrainedConfig, kernel: str, support: ModelSupport, device: t
     return ""
 
 
-def _errors(
-    module: TrainModule, support: ModelSupport, lengths: tuple[int, ...], reference: list[Tensor]
-) -> list[float]:
-    results = _results(module, support, lengths)
-    return [
-        float((x - r).square().mean().sqrt() / r.square().mean().sqrt())
-        for x, r in zip(results, reference, strict=True)
-    ]
+class _Reference:
+    """Results of a row in fp32. Other modules follow its choices of experts, which rounding would change."""
 
+    def __init__(self, exact: TrainModule, support: ModelSupport, lengths: tuple[int, ...]) -> None:
+        self._support, self._lengths = support, lengths
+        self._routes: dict[int, Tensor] = {}  # of each layer, [tokens, experts per token]
+        self._results = self._run(exact)
 
-def _results(module: TrainModule, support: ModelSupport, lengths: tuple[int, ...]) -> list[Tensor]:
-    """Hidden states of a row, and the gradients of all layer weights in one tensor, in fp64."""
-    generator = torch.Generator().manual_seed(5)
-    documents = [torch.randint(1, text_vocabulary(module), (n,), generator=generator) for n in lengths]
-    hidden = torch.cat(hidden_of(module, documents, support.layout, support.uses_bounds))
-    upstream = torch.randn(hidden.shape, generator=generator).to(hidden)
-    weights = [p for _, layer in module.layers for p in layer.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(hidden, weights, upstream, allow_unused=True)
-    return [hidden.detach().double(), torch.cat([g.double().flatten() for g in gradients if g is not None])]
+    def errors(self, module: TrainModule) -> list[float]:
+        """The relative differences of a module's hidden states and of its gradients."""
+        return [
+            float((x - r).square().mean().sqrt() / r.square().mean().sqrt())
+            for x, r in zip(self._run(module), self._results, strict=True)
+        ]
+
+    def _run(self, module: TrainModule) -> list[Tensor]:
+        """Hidden states, and the gradients of all layer weights in one tensor, in fp64."""
+        generator = torch.Generator().manual_seed(5)
+        documents = [torch.randint(1, text_vocabulary(module), (n,), generator=generator) for n in self._lengths]
+        layers = [layer for _, layer in module.layers]
+        following: AbstractContextManager[None] = nullcontext()
+        if hides_routers(layers):
+            following = replace_choices(layers, *expert_counts(module.hf_model.config.get_text_config()), self._choose)
+        with following:
+            hidden = torch.cat(hidden_of(module, documents, self._support.layout, self._support.uses_bounds))
+        upstream = torch.randn(hidden.shape, generator=generator).to(hidden)
+        weights = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(hidden, weights, upstream, allow_unused=True)
+        return [hidden.detach().double(), torch.cat([g.double().flatten() for g in gradients if g is not None])]
+
+    def _choose(self, layer: int, scores: Tensor, out: Any) -> Any:
+        return replaced(scores, out, self._routes.setdefault(layer, out[1]))
