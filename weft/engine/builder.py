@@ -350,7 +350,9 @@ def decide_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str
     compiles = tried and may_compile(spec, built, readouts)
     if compiles:
         device, compute = spec.ranks.device, spec.precision.compute
-        failure = try_compiled(built.config, config.model.attention, built.support, device, compute)
+        failure = ""
+        if spec.ranks.local_rank == 0:  # other ranks of the machine have the same device and software
+            failure = try_compiled(built.config, config.model.attention, built.support, device, compute)
         if failure:
             warnings.warn(f"model.compile=auto: layers are not compiled: {failure}", stacklevel=2)
         (failed,) = max_over_ranks([float(bool(failure))], spec.mesh.world_group, device)

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import PretrainedConfig
 
 from weft.engine.selfcheck.architecture import ModelSupport, hidden_of, small_copy, text_vocabulary
-from weft.engine.selfcheck.device import TOLERANCES, on_device
+from weft.engine.selfcheck.device import TOLERANCES, content_of, on_device, remember, remembered
 from weft.models.cost import expert_counts
 from weft.models.experts import hides_routers
 from weft.models.routing import replace_choices, replaced
@@ -27,13 +27,19 @@ def try_compiled(
     config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
 ) -> str:
     """Why layers of this family must not be compiled: they fail, compute different values or gradients, or recompile
-    for many lengths; "" if they may. Takes tens of seconds on CUDA if torch's cache does not have the graphs."""
+    for many lengths; "" if they may. The trial takes tens of seconds on CUDA. Later runs of the same model with the
+    same device and software read its result from a file. An error, which may have passing causes, is not kept."""
+    content = content_of(config, kernel, support, device, dtype) | {"layers": config.to_json_string(use_diff=False)}
+    if (result := remembered(content)) is not None:
+        return str(result["failure"])
     try:
-        return _try(config, kernel, support, device, dtype)
+        failure = _try(config, kernel, support, device, dtype)
     except Exception as error:  # from a compiler, a driver, or code that cannot be traced
         return f"they do not run ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     finally:
         torch._dynamo.reset()  # else graphs of the small copy count towards torch's limit for the model
+    remember(content, {"failure": failure})
+    return failure
 
 
 def _try(config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype) -> str:

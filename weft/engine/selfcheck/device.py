@@ -65,12 +65,11 @@ def check_on_device(
     per_document is the reference for the other kernels of attention, and is not checked itself. If the grouped matmul
     does not write gradients of experts without rows, this process sets them to 0 from now on.
     """
-    content = _content(config, kernel, support, device, dtype)
-    file = FOLDER.expanduser() / f"{hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()}.json"
-    remembered = _remembered(file)
-    if remembered == content | {"unwritten": False}:
+    content = content_of(config, kernel, support, device, dtype)
+    result = remembered(content)
+    if result == {"unwritten": False}:
         return
-    if remembered == content | {"unwritten": True}:
+    if result == {"unwritten": True}:
         UNWRITTEN.add(device.type)
         return
     small = small_copy(config, kernel)
@@ -84,8 +83,7 @@ def check_on_device(
                 f"{parts} computes wrong results on {_device_name(device)} in {str(dtype).removeprefix('torch.')} "
                 f"(tried on a small copy): {'; '.join(failures)}. {fix}, and please report it."
             )
-    with suppress(OSError):  # if it cannot be written, the next run checks again
-        _write(file, json.dumps(content | {"unwritten": device.type in UNWRITTEN}, indent=1))
+    remember(content, {"unwritten": device.type in UNWRITTEN})
 
 
 Failures = Iterator[str]
@@ -430,13 +428,14 @@ def check_collectives(
 # ---------------------------------------------------------------- what is remembered
 
 
-def _content(
+def content_of(
     config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The key of a check: everything on which its result depends."""
     code = hashlib.blake2b(digest_size=8)
-    for path in (Path(__file__), Path(experts.__file__), *sorted(Path(attention.__file__).parent.glob("*.py"))):
-        code.update(path.read_bytes())
+    for folder in (Path(file).parent for file in (__file__, experts.__file__, attention.__file__)):
+        for path in sorted(folder.rglob("*.py")):
+            code.update(path.read_bytes())
     return {
         "family": config.get_text_config().model_type, "layout": support.layout,
         "attention": [str(traits) for traits in support.attention], "kernel": kernel, "dtype": str(dtype),
@@ -446,20 +445,29 @@ def _content(
     }  # fmt: skip
 
 
-def _remembered(file: Path) -> Any:
-    """The result of an earlier check; None if there is none, or if its file is damaged."""
+def remembered(content: dict[str, Any]) -> Any:
+    """The result of an earlier check with this key; None if there is none, or if its file is damaged."""
     with suppress(OSError, ValueError):
-        return json.loads(file.read_text())
+        kept = json.loads(_file(content).read_text())
+        if isinstance(kept, dict) and kept | content == kept:
+            return {name: value for name, value in kept.items() if name not in content}
     return None
+
+
+def remember(content: dict[str, Any], result: dict[str, Any]) -> None:
+    """Keep a result for later runs, atomically; other ranks may write the same. If it cannot be written, the next run
+    checks again."""
+    file = _file(content)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(content | result, indent=1))
+        partial.replace(file)
+
+
+def _file(content: dict[str, Any]) -> Path:
+    return FOLDER.expanduser() / f"{hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()}.json"
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _write(file: Path, content: str) -> None:
-    """Write the file atomically; other ranks may write the same."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(content)
-    partial.replace(file)
