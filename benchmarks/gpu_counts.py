@@ -3,9 +3,14 @@
     python benchmarks/gpu_counts.py                      # Qwen3-4B, 16,384 tokens, model.recompute=full
     python benchmarks/gpu_counts.py --kept false         # parameters copied in every forward and backward
     python benchmarks/gpu_counts.py --shape 30b-a3b --lora 16
+    python benchmarks/gpu_counts.py --shape 30b-a3b --lora 16 --compiled
 
 Operations by kind, the bytes that they read and write, and a roofline: the longer of FLOPs / 700 TFLOP/s and bytes /
-3.0 TB/s, added up. Not in it: attention, launches, idle time, and what torch.compile fuses (layers run as they are).
+3.0 TB/s, added up. Not in it: attention, launches and idle time.
+
+--compiled: layers run as graphs that torch traces and partitions as for inductor. Their kernels are estimated: all
+elementwise operations and sums over a token's values that are connected, without a matmul between them, are one
+kernel, which reads each of its inputs once and writes each value that is read elsewhere once.
 """
 
 from __future__ import annotations
@@ -23,7 +28,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,6 +76,12 @@ class OperationCounts(TorchDispatchMode):
         super().__init__()
         self.kinds: defaultdict[str, Work] = defaultdict(Work)
         self.reads = 0
+        self.in_graph = False  # a compiled layer's graph runs, which is counted as a whole
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch compiles layers inside this mode."""
+        return True
 
     def add(self, kind: str, touched: int, flops: float = 0.0) -> None:
         work = self.kinds[kind]
@@ -77,6 +92,8 @@ class OperationCounts(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # its operations are seen on local tensors
         out = func(*args, **(kwargs or {}))
+        if self.in_graph:
+            return out
         name = func._schema.name.split("::")[1]
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if name in _FREE or view or func.namespace in ("prim", "c10d"):
@@ -131,16 +148,136 @@ def counting() -> Iterator[OperationCounts]:
         counts.reads += 1
         return original(values, planned)
 
-    _Norm.counts = counts
+    _Norm.counts = _Graph.counts = counts
+    rms_norm = functional.rms_norm
+
+    def norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, shape, weight, eps) if torch.compiler.is_compiling() else _Norm.apply(x, weight)
+
     with ExitStack() as patched:
         for module in [m for name, m in sys.modules.items() if name.startswith("weft.")]:
             if getattr(module, "read", None) is original:
                 patched.enter_context(mock.patch.object(module, "read", read))
-        patched.enter_context(
-            mock.patch.object(functional, "rms_norm", lambda x, shape, weight, eps: _Norm.apply(x, weight))
-        )
+        patched.enter_context(mock.patch.object(functional, "rms_norm", norm))
         patched.enter_context(counts)
         yield counts
+
+
+_VIEWS = (
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
+    "split", "split_with_sizes", "unbind", "as_strided", "alias", "detach", "getitem",
+)  # fmt: skip
+
+
+class _Graph:
+    """A graph of a compiled layer, forward or backward, which is counted by the kernels that it would become."""
+
+    counts: OperationCounts
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._graph, self._kernels = graph, list(_kernels(graph))
+
+    def __call__(self, *args: Any) -> Any:
+        for kernel in self._kernels:
+            _Graph.counts.add(*kernel)
+        _Graph.counts.in_graph = True
+        try:
+            return self._graph(*args)
+        finally:
+            _Graph.counts.in_graph = False
+
+
+def _kernels(graph: fx.GraphModule) -> Iterator[tuple[str, int, float]]:
+    """(kind, bytes, FLOPs) of the kernels of a graph."""
+    base: dict[fx.Node, fx.Node] = {}  # the node whose memory a node's value is in
+    depth: dict[fx.Node, int] = {}  # number of matmuls before the node
+    kernel: dict[fx.Node, fx.Node] = {}  # elementwise operations: another one of the same kernel, or itself
+
+    def root(node: fx.Node) -> fx.Node:
+        while kernel[node] is not node:
+            node = kernel[node]
+        return node
+
+    def alone(node: fx.Node) -> bool:
+        """A sum over tokens, which needs another order of elements than the operations around it."""
+        if _name(node) != "sum" or len(node.args) < 2:
+            return False
+        dims = node.all_input_nodes[0].meta["val"].ndim
+        return dims - 1 not in [dim % dims for dim in node.args[1]]  # type: ignore[union-attr, operator]
+
+    for node in graph.graph.nodes:
+        base[node], sources = node, [base[source] for source in node.all_input_nodes]
+        depth[node] = max((depth[source] + (_name(source) in _PRODUCTS) for source in sources), default=0)
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor | list | tuple):
+            continue
+        name = _name(node)
+        if name in _VIEWS:
+            base[node] = sources[0]
+        elif name in _PRODUCTS:
+            left, right = [a for a in node.all_input_nodes if a.meta["val"].ndim >= 2][-2:]
+            touched = sum(_bytes(a) for a in (node, *node.all_input_nodes))
+            yield (
+                "products",
+                touched,
+                2.0 * _bytes(left) / left.meta["val"].itemsize * _size(right.meta["val"].shape[-1]),
+            )
+        elif name not in (*_FREE, *_FILLS):
+            kernel[node] = node
+            for source in sources:
+                if source in kernel and depth[source] == depth[node] and not (alone(source) or alone(node)):
+                    kernel[root(source)] = root(node)
+    inputs: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(lambda: defaultdict(int))
+    written: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)
+    for node in graph.graph.nodes:
+        if base[node] is not node:
+            continue
+        for source in node.all_input_nodes:
+            memory = base[source]
+            inside = node in kernel and memory in kernel and root(node) is root(memory)
+            if node in kernel and not inside:
+                reads = inputs[root(node)]
+                reads[memory] = min(_bytes(memory), reads[memory] + _bytes(source))
+            if memory in kernel and not inside:
+                written[root(memory)][memory] = _bytes(memory)
+    for first in {root(node) for node in kernel}:
+        yield "fused passes", sum(inputs[first].values()) + sum(written[first].values()), 0.0
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).split(".")[0]
+
+
+def _size(number: Any) -> int:
+    return int(number.node.hint) if isinstance(number, torch.SymInt) else int(number)
+
+
+def _bytes(node: fx.Node) -> int:
+    """Bytes of a node's value; of all its tensors."""
+    tensors = [t for t in tree_iter(node.meta.get("val")) if isinstance(t, Tensor)]
+    return sum(math.prod(map(_size, t.shape)) * t.dtype.itemsize for t in tensors)
+
+
+@contextmanager
+def counted_graphs() -> Iterator[None]:
+    """Inside, compiled layers run as graphs that are counted."""
+    compile_module = torch.nn.Module.compile
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(_Graph(graph))
+
+    backend = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table,
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+
+    def compiled(module: torch.nn.Module, **options: Any) -> None:
+        compile_module(module, backend=backend, **options)
+
+    with (
+        mock.patch.object(torch.nn.Module, "compile", compiled),
+        torch._dynamo.config.patch(inline_torch_dispatch_torch_compile=True),
+    ):
+        yield
 
 
 def simulation_of(card: Any) -> Any:
@@ -154,16 +291,18 @@ def simulation_of(card: Any) -> Any:
 
 
 def count(
-    shape: str, tokens: int, recompute: Any, keep_weights: bool, micro_batches: int, tiny: bool = False, lora: int = 0
-) -> OperationCounts:
+    shape: str, tokens: int, recompute: Any, keep_weights: bool, micro_batches: int, tiny: bool = False, lora: int = 0,
+    compiled: bool = False,
+) -> OperationCounts:  # fmt: skip
     """Count one step, after the optimizer has its state. kept: fsdp.reshard_after_forward=false, which is what a run
-    does from its second step on where memory allows. lora: rank of adapters on a frozen base in bf16; 0: none."""
+    does from its second step on where memory allows. lora: rank of adapters on a frozen base in bf16; 0: none.
+    compiled: model.compile."""
     card = next(card for name, card in ACCELERATORS.items() if name.lower().startswith("h100"))
     simulation = simulation_of(card)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, counted_graphs():
         model = write_model(Path(folder) / "model", config_of(shape, tiny))
         config = EngineConfig(
-            model=ModelConfig(path=str(model), init="random", recompute=recompute),
+            model=ModelConfig(path=str(model), init="random", recompute=recompute, compile=compiled),
             step=StepConfig(documents=1, max_tokens_per_device=tokens),
             fsdp=FsdpConfig(reshard_after_forward=not keep_weights),
             lora=LoraConfig(rank=lora) if lora else LoraConfig(),
@@ -208,6 +347,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--kept", default="true", choices=["true", "false"])
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
+    parser.add_argument("--compiled", action="store_true", help="model.compile=true")
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers")
     options = parser.parse_args()
     counts = count(
@@ -218,6 +358,7 @@ def main() -> None:
         options.micro_batches,
         tiny=options.tiny,
         lora=options.lora,
+        compiled=options.compiled,
     )
     assert math.isfinite(sum(work.seconds for work in counts.kinds.values()))
     print(report(counts))
