@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -72,13 +72,30 @@ def _imports_are_not_collected() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _checks_run_again(request: pytest.FixtureRequest) -> Iterator[None]:
     """Results of checks of an architecture are shared by the tests of a file, except by tests that may replace code
-    which the checks run: those that use monkeypatch, and all of a file that imports a way to replace code."""
-    replaces = "monkeypatch" in request.fixturenames or not _REPLACING.isdisjoint(vars(request.module))
+    which the checks run: those of a file that imports a way to replace code, and those that replace something by
+    monkeypatch. A test that only changes the folder or the environment with it uses the results of others."""
+    replaces = not _REPLACING.isdisjoint(vars(request.module))
     if replaces:
         _forget_checks()
+    monkeypatch = request.getfixturevalue("monkeypatch") if "monkeypatch" in request.fixturenames else None
+    for name in ("setattr", "delattr", "setitem", "delitem") if monkeypatch is not None else ():
+        setattr(monkeypatch, name, _forgetting(getattr(monkeypatch, name)))
     yield
-    if replaces:
+    if replaces or getattr(monkeypatch, "replaced", False):
         _forget_checks()
+
+
+def _forgetting(replace: Callable[..., None]) -> Callable[..., None]:
+    """A method of monkeypatch, before which the results of checks are dropped, as they are after the test. The
+    environment is no code."""
+
+    def forget_and_replace(*args: Any, **kwargs: Any) -> None:
+        if args[0] is not os.environ:
+            _forget_checks()
+            replace.__self__.replaced = True  # type: ignore[attr-defined]
+        replace(*args, **kwargs)
+
+    return forget_and_replace
 
 
 def _forget_checks() -> None:

@@ -42,27 +42,35 @@ def commands(path: Path) -> list[str]:
     return re.findall(r"weft (?:sft|dpo|reward|rl|distill) examples/\S+\.yaml.*", comments)
 
 
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In place of what `make demo` writes, something of its shape."""
+    folder = tmp_path_factory.mktemp("demo")
+    for model in ("model", "adder", "student", "warm/checkpoints/latest"):
+        byte_tokenizer().save_pretrained(folder / model)
+        tiny_config("qwen3", vocab_size=264).save_pretrained(folder / model)
+    row = chat(("user", "How far?"), ("assistant", "Far."))
+    (folder / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    for data in ("additions", "held-out"):
+        (folder / f"{data}.jsonl").write_text('{"prompt": "12+34=", "completion": "64"}\n')
+    make_style_demo(folder / "style")
+    for model in ("taught", "rm"):
+        shutil.copytree(folder / "style/writer", folder / "style" / model / "checkpoints/latest")
+    config = AutoConfig.from_pretrained(folder / "style/rm/checkpoints/latest")
+    config.architectures, config.num_labels = ["Qwen3ForSequenceClassification"], 1
+    config.save_pretrained(folder / "style/rm/checkpoints/latest")
+    vision_folder(folder / "shapes/model", "qwen2_5_vl")
+    for data in ("train", "held-out", "shown"):
+        (folder / f"shapes/{data}.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the examples, and in place of what `make demo` writes something of its shape."""
+def checkout(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the examples, and a copy of the demo."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for model in ("model", "adder", "student", "warm/checkpoints/latest"):
-        byte_tokenizer().save_pretrained(tmp_path / ".demo" / model)
-        tiny_config("qwen3", vocab_size=264).save_pretrained(tmp_path / ".demo" / model)
-    row = chat(("user", "How far?"), ("assistant", "Far."))
-    (tmp_path / ".demo" / "chat.jsonl").write_text(json.dumps(row) + "\n")
-    for data in ("additions", "held-out"):
-        (tmp_path / ".demo" / f"{data}.jsonl").write_text('{"prompt": "12+34=", "completion": "64"}\n')
-    make_style_demo(tmp_path / ".demo/style")
-    for model in ("taught", "rm"):
-        shutil.copytree(tmp_path / ".demo/style/writer", tmp_path / ".demo/style" / model / "checkpoints/latest")
-    config = AutoConfig.from_pretrained(tmp_path / ".demo/style/rm/checkpoints/latest")
-    config.architectures, config.num_labels = ["Qwen3ForSequenceClassification"], 1
-    config.save_pretrained(tmp_path / ".demo/style/rm/checkpoints/latest")
-    vision_folder(tmp_path / ".demo/shapes/model", "qwen2_5_vl")
-    for data in ("train", "held-out", "shown"):
-        (tmp_path / f".demo/shapes/{data}.jsonl").write_text(json.dumps(row) + "\n")
+    shutil.copytree(demo, tmp_path / ".demo")
     return tmp_path
 
 
