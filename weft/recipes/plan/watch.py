@@ -64,6 +64,7 @@ class Watch(TorchDispatchMode):
         self._groups: list[Any] = [group for group in groups if group is not None]
         self._units: dict[int, _Unit] = {}  # index of a group -> its unit, once it was gathered
         self._full: list[_Unit] = []
+        self._gathered = 0  # bytes of these
         self._in_head = False
         self._hooks = []
         for model in (engine, *beside):
@@ -82,9 +83,12 @@ class Watch(TorchDispatchMode):
         if func in _FILLS:
             self._look_for_gathered()
         self._note()
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self._life(tensor)
+        if isinstance(out, Tensor):  # of nearly all operations
+            self._life(out)
+        else:
+            for tensor in tree_iter(out):
+                if isinstance(tensor, Tensor):
+                    self._life(tensor)
         if func.namespace == "fsdp":
             self._classify_buffers(func._schema.name, args, kwargs or {})
         elif func.namespace == "c10d":
@@ -109,14 +113,21 @@ class Watch(TorchDispatchMode):
             if self._phase[0] in (*_BACKWARDS, "reduce"):
                 self._classify(_gradients_of(self._groups), "gradients")
             self._phase = phase
-        if self._full and not all(unit.full for unit in self._full):
-            self._full = [unit for unit in self._full if unit.full]
-        gathered, node, recomputes = sum(unit.bytes for unit in self._full), -1, False
+        for unit in self._full:
+            if not unit.full:
+                self._set_full(self._full)
+                break
+        node, recomputes = -1, False
         if phase[0] in _BACKWARDS:
             current = torch._C._current_autograd_node()
             if current is not None:
                 node, recomputes = current._sequence_nr(), torch.is_grad_enabled()
-        self.moments.append(Moment(*phase, gathered, node, recomputes))
+        self.moments.append(Moment(*phase, self._gathered, node, recomputes))
+
+    def _set_full(self, units: Iterable[_Unit]) -> None:
+        """Note which of these units are gathered, and their bytes: a step has thousands of operations for a change."""
+        self._full = [unit for unit in units if unit.full]
+        self._gathered = sum(unit.bytes for unit in self._full)
 
     def _life(self, tensor: Tensor) -> Life:
         storage = tensor.untyped_storage()
@@ -151,7 +162,7 @@ class Watch(TorchDispatchMode):
                 for tensor in unit.tensors:
                     life = self._life(tensor)
                     life.kind, life.bytes = "gathered", 0  # the unit counts the bytes
-        self._full = [unit for unit in self._units.values() if unit.full]
+        self._set_full(self._units.values())
 
 
 def held_by(engine: Engine) -> dict[str, list[Tensor]]:
