@@ -1,5 +1,5 @@
-"""weft from Python: `weft.sft(...)` is the command `weft sft`, in this process; `weft.rl(...)` is `weft rl`, with this
-process as its controller. Both import torch when they are called."""
+"""weft from Python. `weft.sft(...)` runs the command `weft sft` in this process. `weft.rl(...)` runs `weft rl`, with
+this process as its controller. These functions import torch when they are called, not before."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Schema = TypeVar("Schema", bound=SftConfig | RlConfig)
 
 @dataclass(frozen=True)
 class Run:
-    """The files of a run. folder: its path, which may be given as text."""
+    """The files of a run. folder: the path of the run folder, a Path or a string."""
 
     folder: Path
 
@@ -83,18 +83,20 @@ def sft(
     device: Device = "auto",
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Supervised fine-tuning in this process, as one rank; under torchrun, srun or mpirun as one of its ranks.
+    """Supervised fine-tuning in this process, as one rank. Under torchrun, srun or mpirun, this process is one of the
+    launcher's ranks.
 
-    config: the base that the other arguments override: a YAML file, its sections as a dict, or a loaded config. model,
-    data: a path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a file, or
-    a Dataset of them; with other keys, data={"rows": [...], "max_length": 2048}. Rows are written to RUN/data.jsonl, so
-    that the run can be resumed from the command line. sections: further sections of the config
+    config: the base config: a YAML file, its sections as a dict, or a loaded config. The other arguments override it.
+    model, data: a path or hub id, or the section as a dict. data may also be rows in memory: a Dataset, or dicts with
+    the keys of a data file. To set other keys of the section, write data={"rows": [...], "max_length": 2048}. Rows are
+    written to RUN/data.jsonl, so the command line can resume the run. sections: further sections of the config
     (docs/reference/config.md), as in optimizer={"lr": 1e-5}.
 
-    objective: replaces cross entropy (docs/how-to/objective.md). on_step: called after each optimizer step, on every
-    rank, with the step's line of metrics.jsonl. resume: the folder of a run to resume, with its config, which other
-    arguments override. overwrite: as run.overwrite, so that a notebook cell can be run again. Raises UserError for what
-    the command line would refuse, and StoppedError if a signal ended the run early.
+    objective: a loss that replaces cross entropy (docs/how-to/objective.md). on_step: a function that every rank calls
+    after each optimizer step, with the step's line of metrics.jsonl. resume: the folder of a run to resume with its
+    config, which the other arguments override. overwrite: the value of run.overwrite; True lets a notebook cell run
+    again. Raises UserError for a config or arguments that the command line would refuse, and StoppedError if a signal
+    ended the run early.
     """
     hooks = Hooks(objective=objective() if isinstance(objective, type) else objective, on_step=on_step)
     return _train(SftConfig, hooks, device, config, model, data, resume, overwrite, dict(sections))
@@ -111,10 +113,11 @@ def dpo(
     device: Device = "auto",
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Preference tuning in this process, as one rank; under torchrun, srun or mpirun as one of its ranks.
+    """Preference tuning in this process, as one rank. Under torchrun, srun or mpirun, this process is one of the
+    launcher's ranks.
 
-    data: rows of preferences, as docs/how-to/dpo.md lists them. sections: further sections of the config
-    (docs/reference/config.md), as in preference={"loss": "ipo"}. Other arguments and errors: as of weft.sft.
+    data: rows of preferences in a form that docs/how-to/dpo.md lists. sections: further sections of the config
+    (docs/reference/config.md), as in preference={"loss": "ipo"}. Other arguments and errors: see weft.sft.
     """
     return _train(DpoConfig, Hooks(on_step=on_step), device, config, model, data, resume, overwrite, dict(sections))
 
@@ -131,13 +134,13 @@ def distill(
     device: Device = "auto",
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Distillation in this process, as `weft distill`: a student learns the distributions of a teacher.
+    """Distillation in this process, like `weft distill`: a student learns the distributions of a teacher.
 
-    model: the student. teacher: as distill.teacher (docs/how-to/distill.md). Other arguments: as for weft.sft;
-    sections, as in distill={"loss": "jsd", "beta": 0.1}.
+    model: the student. teacher: the value of distill.teacher (docs/how-to/distill.md). sections: as in
+    distill={"loss": "jsd", "beta": 0.1}. Other arguments and errors: see weft.sft.
     """
     if teacher is not None and "teacher" in sections.get("distill", {}):
-        raise UserError("teacher and distill={'teacher': ...} are both given: keep one.")
+        raise UserError("teacher and distill={'teacher': ...} are both set: remove one.")
     hooks = Hooks(on_step=on_step)
     return _train(DistillConfig, hooks, device, config, model, data, resume, overwrite, dict(sections), _text(teacher))
 
@@ -153,11 +156,12 @@ def reward(
     device: Device = "auto",
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Training of a reward model in this process, as one rank; under torchrun, srun or mpirun as one of its ranks.
+    """Training of a reward model in this process, as one rank. Under torchrun, srun or mpirun, this process is one of
+    the launcher's ranks.
 
-    data: rows of preferences, or with labels, as docs/how-to/reward-models.md lists them. sections: further sections of
-    the config (docs/reference/config.md), as in reward={"center_rewards_coefficient": 0.01}. Other arguments and
-    errors: as of weft.sft.
+    data: rows of preferences or rows with labels, in a form that docs/how-to/reward-models.md lists. sections: further
+    sections of the config (docs/reference/config.md), as in reward={"center_rewards_coefficient": 0.01}. Other
+    arguments and errors: see weft.sft.
     """
     return _train(RewardConfig, Hooks(on_step=on_step), device, config, model, data, resume, overwrite, dict(sections))
 
@@ -176,20 +180,20 @@ def rl(
     device: Device = "auto",
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Reinforcement learning, with this process as the controller of trainers and engines on Ray.
+    """Reinforcement learning. This process is the controller of trainers and engines on Ray.
 
-    config, model, data, resume, overwrite: as for weft.sft. reward: as rl.reward; functions may replace import paths
-    (docs/how-to/write-a-reward.md). A function of this program or notebook is pickled and sent to the processes that
-    run it; a resumed run must be given such a function again. on_step: called in this process after each optimizer step
-    with its line of metrics.jsonl. sections: further sections of the config (docs/reference/config.md), as in
-    rl={"prompts_per_step": 32}; cluster={"trainer_ranks": 2} asks for two trainer ranks. replay, rollout_only: as the
-    options of `weft rl`. Raises UserError for what the command line would refuse, StoppedError if a signal ended the
-    run early, and ActorError if a trainer or an engine failed.
+    config, model, data, resume, overwrite: see weft.sft. reward: the value of rl.reward, where a function may replace
+    an import path (docs/how-to/write-a-reward.md). A function defined in this program or notebook is pickled and sent
+    to the processes that run it; pass it again to resume the run. on_step: a function that this process calls after
+    each optimizer step, with the step's line of metrics.jsonl. sections: further sections of the config
+    (docs/reference/config.md), as in rl={"prompts_per_step": 32}; cluster={"trainer_ranks": 2} starts two trainer
+    ranks. replay, rollout_only: the options of `weft rl`. Raises UserError for a config or arguments that the command
+    line would refuse, StoppedError if a signal ended the run early, and ActorError if a trainer or an engine failed.
     """
     join_launcher()
     if joined():
         raise UserError(
-            "weft.rl is one process, which starts trainers and engines itself: start it without torchrun, srun or "
+            "weft.rl is one process, which starts trainers and engines itself: start it without torchrun, srun and "
             "mpirun, or as one task."
         )
     _check_on_step(on_step)
@@ -202,8 +206,8 @@ def rl(
 
 
 class _CallArguments:
-    """The arguments of a call: a config file, values of sections that override it, and rows in memory, which are
-    written to a file."""
+    """The arguments of a call: a config file, the values of sections that override it, and rows in memory, which weft
+    writes to a file."""
 
     def __init__(
         self, caller: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
@@ -219,12 +223,12 @@ class _CallArguments:
         if data is not None:
             self.values["data"] = section
         if self.rows is not None and ("path" in section or "sources" in section):
-            raise UserError("data={'rows': ..., 'path': ...} names the data twice: keep one.")
+            raise UserError("data={'rows': ..., 'path': ...} sets the data twice: remove one of the keys.")
         if self.rows is not None and resume is not None:
-            raise UserError("resume reads the data of its run: leave out data.")
+            raise UserError("resume reads the data of the resumed run: remove the argument data.")
 
     def load(self, schema: type[Schema]) -> Schema:
-        """The checked config. Rows are written only after everything else is valid."""
+        """The checked config. Rows are written only after all other checks have passed."""
         if self.resume is not None:
             staging = {key: value for key, value in self.values.get("run", {}).items() if key == "staging"}
             self.values["run"] = {**staging, "dir": str(self.resume)}
@@ -236,15 +240,18 @@ class _CallArguments:
         if self.rows is None:
             return with_local_paths(load_values(self.values, self.caller, schema, self.files), "new")
         if is_url(self.values.get("run", {}).get("dir")):
-            raise UserError("data is rows in memory, and run.dir on an object store: write them to a file there.")
+            raise UserError(
+                "data is rows in memory, but run.dir is on an object store: write the rows to a file there, and set "
+                "data to its URL."
+            )
         with scratch_folder() as scratch:
             self.values["data"]["path"] = str(_write(self.rows, scratch / ROWS))
             return _with_rows(load_values(self.values, self.caller, schema, self.files), scratch / ROWS)
 
 
 def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> RlOptions:
-    """Device and number of trainer ranks of a config. nproc: the number of ranks if cluster.trainer_ranks is not set.
-    Raises UserError if the mesh does not fit the number."""
+    """Device and number of trainer ranks of a config. nproc: the number of ranks if cluster.trainer_ranks is null.
+    Raises UserError if the mesh does not fit the number of ranks."""
     accelerators = accelerator_count(device)
     world = config.cluster.trainer_ranks or nproc or accelerators or 1
     check_reshard(config, resolve_mesh(config.mesh, world))
@@ -252,28 +259,28 @@ def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> Rl
 
 
 def _base(config: Any, resume: str | Path | None) -> dict[str, Any]:
-    """The sections of a config given as an object or a dict; {} for a file."""
+    """The sections of a config that is an object or a dict; {} for a file."""
     if resume is not None and config is not None:
-        raise UserError("resume reads the config of its run: leave config out, and set sections as keywords.")
+        raise UserError("resume reads the config of the resumed run: remove config, and pass sections as keywords.")
     if isinstance(config, SftConfig | RlConfig):
         return to_dict(config)
     if config is None or isinstance(config, str | Path):
         return {}
     if isinstance(config, Mapping):
         return dict(config)
-    raise UserError(f"config is a {type(config).__name__}: give a YAML file, a dict of sections, or a config.")
+    raise UserError(f"config is a {type(config).__name__}: pass a YAML file, a dict of sections, or a loaded config.")
 
 
 def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
-    """Put the names of reward functions into section rl. Returns name -> pickled function, for those that have to be
+    """Add the names of reward functions to section rl. Returns name -> pickled function, for functions that must be
     sent to other processes."""
     from weft.rl.rewards.given import name_rewards
 
     section = values.get("rl", {})
     if not isinstance(section, Mapping):
-        raise UserError(f'rl is a section, not a {type(section).__name__}: say rl={{"prompts_per_step": 32}}.')
+        raise UserError(f'rl is a section, not a {type(section).__name__}: pass rl={{"prompts_per_step": 32}}.')
     if reward is not None and "reward" in section:
-        raise UserError("reward and rl={'reward': ...} are both given: keep one.")
+        raise UserError("reward and rl={'reward': ...} are both set: remove one.")
     rewards = section.get("reward") if reward is None else reward
     if rewards is None:
         return {}
@@ -283,7 +290,7 @@ def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
 
 
 def _with_rows(config: Any, written: Path) -> Any:
-    """Make the run's folder and move the rows into it. Returns the config that names both."""
+    """Create the run's folder, and move the written rows into it. Returns the config with both paths."""
     from weft.observe.folder import make_folder
 
     folder = make_folder(config.run, config.model.path, config.command)
@@ -299,7 +306,7 @@ def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
     from weft.recipes import rl as recipe
 
     if import_ray().is_initialized():
-        raise UserError("this process has a Ray of its own already: call ray.shutdown() before weft.rl.")
+        raise UserError("this process has already started Ray: call ray.shutdown() before weft.rl.")
     if config.run.dir is None:
         config = replace(config, run=replace(config.run, dir=str(default_folder(config.model.path))))
     try:
@@ -310,13 +317,13 @@ def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
 
 
 def _beside_loops(body: Callable[[], None]) -> None:
-    """Run `body` in this thread. If an event loop runs here, as in a notebook, run it in another thread, which then
-    sees this thread's signals."""
+    """Run `body` in this thread. If an event loop runs in this thread, as in a notebook, run `body` in another thread,
+    which then receives this thread's signals."""
     from weft.launch.stopping import StopSignals
 
     try:
         asyncio.get_running_loop()
-    except RuntimeError:  # there is none
+    except RuntimeError:  # no event loop runs
         body()
         return
     with StopSignals(), ThreadPoolExecutor(1) as thread:
@@ -330,7 +337,7 @@ def _text(path: str | Path | None) -> str | None:
 def _check_on_step(on_step: Any) -> None:
     if on_step is not None and not callable(on_step):
         raise UserError(
-            f"on_step is of type {type(on_step).__name__}: give a function of one argument, the step's line."
+            f"on_step is a {type(on_step).__name__}: pass a function of one argument, the step's line of metrics."
         )
 
 
@@ -341,19 +348,19 @@ def _model(model: Any) -> dict[str, Any]:
     if isinstance(model, str | Path):
         return {"path": str(model)}
     raise UserError(
-        f"model is a {type(model).__name__}, not a path or hub id: weft reads weights from files, each rank its part. "
-        'Call save_pretrained("base") on the model and on its tokenizer, and say model="base".'
+        f"model is a {type(model).__name__}, not a path or hub id: weft reads weights from files, each rank its shard. "
+        'Call save_pretrained("base") on the model and on its tokenizer, and pass model="base".'
     )
 
 
 def _split(data: Any) -> tuple[dict[str, Any], Iterable[Any] | None]:
-    """(Keys of the section `data`; the rows that are in memory, None for none)."""
+    """(Keys of the section `data`; the rows in memory, or None)."""
     if isinstance(data, str | Path):
         return {"path": str(data)}, None
     if not isinstance(data, Mapping):
         return {}, data
     if hasattr(data, "num_rows"):  # a DatasetDict
-        raise UserError(f"data has splits ({', '.join(map(str, data))}): give the rows of one, data=data[...].")
+        raise UserError(f"data has splits ({', '.join(map(str, data))}): pass the rows of one split, data=data[...].")
     return {key: value for key, value in data.items() if key != "rows"}, data.get("rows")
 
 
@@ -369,15 +376,17 @@ def _train(
     sections: dict[str, Any],
     teacher: str | None = None,
 ) -> Run:
-    """weft.sft, and the functions of the commands that share its loop; schema: of their config."""
+    """weft.sft, and the functions of the commands that share its loop. schema: the class of their config."""
     join_launcher()
     _check_on_step(hooks.on_step)
     caller = f"weft.{schema.command}"
     arguments = _CallArguments(caller, config, model, data, resume, overwrite, sections)
-    if teacher is not None:  # beside what the config says of distillation
+    if teacher is not None:  # in addition to the section distill in `sections`
         arguments.values["distill"] = {**arguments.values.get("distill", {}), "teacher": teacher}
     if arguments.rows is not None:
-        _require_one_rank(caller, "data has to be the path of a file that all of them can read, not rows in memory.")
+        _require_one_rank(
+            caller, "set data to the path of a file that all ranks can read; rows in memory are not shared."
+        )
     return _run(arguments.load(schema), TrainOptions(device=device, resume=_text(resume)), hooks)
 
 
@@ -386,15 +395,13 @@ def _run(config: SftConfig, options: TrainOptions, hooks: Hooks) -> Run:
     from weft.observe.folder import default_folder
 
     recipe = importlib.import_module(f"weft.recipes.{config.command}")
-    if hooks.objective is not None:  # named in config.yaml, so that no other objective goes on with this run
+    if hooks.objective is not None:  # config.yaml names it, so that the run cannot be resumed with another loss
         if config.train.loss is not None:
-            raise UserError("objective and train={'loss': ...} are both given: keep one.")
+            raise UserError("objective and train={'loss': ...} are both set: remove one.")
         kind = type(hooks.objective)
         config = replace(config, train=replace(config.train, loss=f"{kind.__module__}:{kind.__qualname__}"))
     if config.run.dir is None:
-        _require_one_rank(
-            f"weft.{config.command}", "run={'dir': ...} has to be set, so that all of them write to one folder."
-        )
+        _require_one_rank(f"weft.{config.command}", "set run={'dir': ...}, so that all ranks write to one folder.")
         config = replace(config, run=replace(config.run, dir=str(default_folder(config.model.path))))
     try:
         recipe.run(config, options, hooks)
@@ -426,7 +433,7 @@ def _line(row: Mapping[str, Any], number: int) -> str:
     except (TypeError, ValueError) as error:
         column = next((f", column {key!r}" for key in row if not _is_json(row[key])), "")
         raise UserError(
-            f"data: row {number}{column} cannot be written as JSON: {error}. Leave it out, or make it text or null."
+            f"data: row {number}{column} cannot be written as JSON: {error}. Remove it, or convert it to text or null."
         ) from error
 
 

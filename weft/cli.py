@@ -1,7 +1,7 @@
 """The commands of `weft`.
 
-The process that the user starts reads and checks the config without importing torch, so that errors in it are shown at
-once. Then it runs the recipe, or starts ranks, which run this same command line and join.
+The process that the user starts reads and checks the config without importing torch, so errors in it are printed at
+once. Then it runs the recipe, or it starts ranks, which run the same command line and join the run.
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ weft COMMAND --help lists the options; docs/reference/config.md lists the keys. 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked command. body: what each rank runs. world: number of ranks. words: the command line of a rank.
+    """A checked command. body: the function that each rank runs. world: number of ranks. words: the command line of a
+    rank.
 
-    restarts: how often a failed attempt may be followed by another. resume_command: RUN -> the command line of that
+    restarts: maximum number of attempts after the first one fails. resume_command: RUN -> the command line of such an
     attempt. attempt: runs a command line as one attempt.
-    account: lines about the memory of its ranks, after they ran out of it.
+    account: lines that explain the memory use of the ranks, printed after an out-of-memory error.
     """
 
     body: Body
@@ -109,8 +110,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the class of its options, from which its parser is made, and the function that makes a job from the
-    parsed options and the command line. usage: the first line of --help, if not argparse's own."""
+    """A subcommand. options: the class from which its parser is made. make: makes a job from the parsed options and the
+    command line. usage: the first line of --help, if it is not argparse's default."""
 
     options: type[CommandOptions]
     prepare: Callable[[Any, Sequence[str]], Job]
@@ -119,11 +120,11 @@ class Command:
 
 
 def entry() -> NoReturn:
-    """Run the program `weft`; every rank that it starts runs this, too."""
+    """Run the program `weft`. Every rank that it starts also runs this function."""
     clean_everything()
     try:
         join_launcher()
-    except UserError as error:  # without `guarded`, which would set this process up as a rank
+    except UserError as error:  # outside `guarded`, which would set this process up as a rank
         say(f"error: {error}", error=True)
         sys.exit(USER_ERROR)
     if not joined():  # the launcher needs the exit statuses that signals give to ranks
@@ -219,14 +220,14 @@ def _rl(options: RlOptions, words: Sequence[str]) -> Job:
 
 
 def _restarts(options: TrainOptions) -> int:
-    """The number of restarts that this process makes: 0 in its ranks, which get the option, too."""
+    """The number of restarts that this process makes. It is 0 in its ranks, which also receive the option."""
     if options.restarts and joined() and reports.folder() is None:
         raise UserError("--restarts only restarts ranks that weft started: under torchrun use its --max-restarts.")
     return 0 if joined() else options.restarts
 
 
 def _resume_command(command: str, options: TrainOptions | RlOptions, words: Sequence[str], run: Path) -> Sequence[str]:
-    """The command line of an attempt that resumes RUN, whose config.yaml has the config files and overrides."""
+    """The command line of an attempt that resumes RUN. RUN/config.yaml contains the config files and overrides."""
     if options.resume is not None:
         return words
     more = ["--device", options.device] + (["--nproc", str(options.nproc)] if options.nproc else [])
@@ -264,7 +265,7 @@ def _compare_step(options: CompareStepOptions, words: Sequence[str]) -> Job:
     files = [local_path("weft", word) for word in options.config if not _is_override(word)]
     if not Path(options.dump).is_file():
         raise UserError(f"weft compare-step: {options.dump}: there is no such file.")
-    base: dict[str, dict[str, Any]] = {"data": {"path": options.dump}, "rl": {"reward": ["length"]}}  # none is read
+    base: dict[str, dict[str, Any]] = {"data": {"path": options.dump}, "rl": {"reward": ["length"]}}  # never read
     config = _with_local_paths(load_config(files, overrides, RlConfig, base=base), None)
 
     def body() -> bool:
@@ -278,7 +279,7 @@ def _compare_step(options: CompareStepOptions, words: Sequence[str]) -> Job:
 def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     _require_one_process("plan")
     schema = _schema(options.config)
-    config: Any = _load(options.config, schema, dry_run=True)  # like a dry run, it needs no weights
+    config: Any = _load(options.config, schema, dry_run=True)  # a plan needs no weights, like a dry run
     accelerator(options.assume)
     trained = getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
     ranks = options.ranks or trained + frozen_ranks(config)
@@ -356,7 +357,7 @@ def _migrate(options: MigrateOptions, words: Sequence[str]) -> Job:
         if differing:
             count = "1 quantity differs" if len(differing) == 1 else f"{len(differing)} quantities differ"
             names = ", ".join(differing)
-            say(f"weft migrate: {count} ({names}): the draft says how, and waits for your line.", error=True)
+            say(f"weft migrate: {count} ({names}). The draft explains each; add your values there.", error=True)
 
     return Job(body, 1, words)
 
@@ -455,7 +456,7 @@ def _init(options: InitOptions, words: Sequence[str]) -> Job:
         command = overrides.pop(0)
     if command not in SCHEMAS:
         commands = " and ".join(f"`weft {name}`" for name in SCHEMAS)
-        raise UserError(f"weft init {command}: weft init writes configs for {commands}: weft init sft")
+        raise UserError(f"weft init {command}: there is no such config; choose one of {commands}, as in weft init sft.")
     if stray := [word for word in overrides if "=" not in word]:
         raise UserError(f"weft init: {stray[0]} is not an override: write section.key=value.")
     text = starter(command, chosen_keys(overrides, SCHEMAS[command]))
@@ -508,8 +509,8 @@ def _plugins(options: PluginsOptions, words: Sequence[str]) -> Job:
     kinds = ("engine", "environment", "reward")
     if options.what and (len(options.what) != 2 or options.what[0] not in kinds):
         raise UserError(
-            f"weft plugins checks one of {', '.join(kinds)} by its name, as in `weft plugins reward short`. An "
-            "algorithm is checked by weft verify, where rl.algorithm names it."
+            f"weft plugins checks these kinds by name: {', '.join(kinds)}, as in `weft plugins reward short`. To check "
+            "an algorithm, set rl.algorithm to its name and run weft verify."
         )
     try:
         is_row = isinstance(json.loads(options.row), dict)
@@ -536,8 +537,8 @@ def _require_one_process(command: str) -> None:
 def _load(
     words: Sequence[str], schema: type[Schema], run: Literal["new"] | None = None, *, dry_run: bool = False
 ) -> Schema:
-    """The config of files and overrides, with local copies of its files on object stores. run: "new" if a run
-    begins."""
+    """The config of files and overrides. Its files on object stores are replaced by local copies. run: "new" if the
+    command starts a run."""
     overrides = [word for word in words if _is_override(word)]
     files = [local_path("weft", word) for word in words if not _is_override(word)]
     return _with_local_paths(load_config(files, overrides, schema, weights=not dry_run), run, dry_run)
@@ -552,10 +553,10 @@ def _with_local_paths(config: Schema, run: Literal["new", "resumed"] | None, dry
 
 
 def _load_run(options: Run, schema: type[Schema]) -> tuple[Schema, Run]:
-    """The config of a run that begins or resumes, and its options with local paths. The config is checked before torch
-    is asked for the device."""
+    """The config of a run that starts or resumes, and its options with local paths. The config is checked before torch
+    is imported to look for devices."""
     if accelerator(options.assume) is not None:
-        options = replace(options, device="cpu")  # this machine's accelerators are not used
+        options = replace(options, device="cpu")  # a dry run does not use this machine's accelerators
     if options.resume is None:
         config: Any = _load(options.config, schema, "new", dry_run=options.dry_run)
     else:
@@ -568,7 +569,7 @@ def _load_run(options: Run, schema: type[Schema]) -> tuple[Schema, Run]:
 
 
 def _load_resumed(run: str, options: RunOptions, schema: type[Schema]) -> Schema:
-    """The config of RUN with the overrides."""
+    """The config of RUN, changed by the overrides."""
     files = [word for word in options.config if not _is_override(word)]
     if files:
         raise UserError(
@@ -586,7 +587,7 @@ def _load_resumed(run: str, options: RunOptions, schema: type[Schema]) -> Schema
 
 
 def _schema(words: Sequence[str]) -> type[AnyConfig]:
-    """The schema that the sections of the files and overrides belong to."""
+    """The schema that matches the sections in the files and overrides."""
     sections = {word.partition("=")[0].partition(".")[0] for word in words if _is_override(word)}
     files = [local_path("weft", word) for word in words if not _is_override(word)]
     return schema_of(sections.union(*(read_config_file(path).value for path in files)))
@@ -597,8 +598,8 @@ def _is_override(word: str) -> bool:
 
 
 def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
-    """The number of ranks of the run, with those of frozen models, after checking that the meshes fit it, and that this
-    machine has room for it."""
+    """The number of ranks of the run, including the ranks of frozen models. Raises UserError if the meshes do not fit
+    this number, or if the machine has too few devices or cores."""
     frozen = frozen_ranks(config)
     if joined():
         world = int(os.environ["WORLD_SIZE"])
@@ -621,15 +622,15 @@ def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
 
 
 def _check_frozen_ranks(config: AnyConfig, world: int, option: str) -> None:
-    """Raises UserError if a model on ranks of its own takes all of them, or if its mesh does not divide them. option:
-    what sets their number."""
+    """Raises UserError if a model on separate ranks leaves none to the trained model, or if its mesh does not divide
+    its ranks. option: the option that sets the number of ranks."""
     named = frozen_section(config)
     if named is None:
         return
     (name, section), frozen = named, frozen_ranks(config)
     if world <= frozen:
         raise UserError(
-            f"{name}.ranks={frozen} of {world} leaves no rank to the trained model: start with {option} {frozen + 1} "
+            f"{name}.ranks={frozen} of {world} leaves no rank for the trained model: start with {option} {frozen + 1} "
             f"or more, or set {name}.ranks=null."
         )
     mesh = MeshConfig(
@@ -638,27 +639,27 @@ def _check_frozen_ranks(config: AnyConfig, world: int, option: str) -> None:
     try:
         resolve_mesh(mesh, frozen, f"{name}.ranks")
     except UserError as error:
-        raise UserError(f"the {name} (keys {name}.* in place of mesh.*): {error}") from error
+        raise UserError(f"the {name} (its mesh has the keys {name}.*, not mesh.*): {error}") from error
 
 
 def _ranks_wanted(options: RankOptions | MeasureOptions, config: AnyConfig) -> int | None:
-    """The number of ranks: --nproc, else that of the resumed run, else in a dry run the fewest that mesh allows. None
-    if this machine's accelerators decide, or cluster.trainer_ranks does."""
+    """The number of ranks: --nproc; otherwise the number of the resumed run; otherwise, in a dry run, the smallest
+    number that mesh allows. None if the accelerators of this machine or cluster.trainer_ranks determine the number."""
     if options.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer_ranks):
         return options.nproc
     run = getattr(options, "resume", None)
-    world, origin = None if run is None else ranks_of(Path(run)), f"{run} had"
+    world, origin = None if run is None else ranks_of(Path(run)), f"as in {run}"
     if world is None and getattr(options, "dry_run", False):
         fewest = fewest_ranks(config.mesh)
-        world, origin = fewest if fewest > 1 else None, "mesh says"
+        world, origin = fewest if fewest > 1 else None, "the product of mesh"
     if world is not None:
-        say(f"ranks    {world}, as {origin} (--nproc N for others)")
+        say(f"ranks    {world}, {origin} (--nproc N sets another number)")
     return world
 
 
 def _fit_to_machine(config: AnyConfig, device: Device, words: Sequence[str]) -> tuple[AnyConfig, int, Sequence[str]]:
-    """(Config, ranks, command line) of `weft verify` without --nproc, for as many ranks as the mesh needs. Axes of the
-    mesh are shrunk to fit a small machine."""
+    """(Config, ranks, command line) of `weft verify` without --nproc. The number of ranks is the number that the mesh
+    needs. On a small machine, axes of the mesh are shrunk."""
     accelerators = accelerator_count(device)
     mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)
     for note in notes:
@@ -669,7 +670,7 @@ def _fit_to_machine(config: AnyConfig, device: Device, words: Sequence[str]) -> 
     return replace(config, mesh=mesh), sizes.world, [*words, *overrides]
 
 
-# The commands that share the loop of weft/recipes/training.py; each is a module of weft/recipes.
+# The commands that share the loop of weft/recipes/training.py. Each is a module of weft/recipes.
 RECIPES = {
     "sft": "Fine-tune a model on documents or conversations.",
     "distill": "Train a student on the distributions of a teacher.",
@@ -687,13 +688,13 @@ COMMANDS = {
         "Measure loss and accuracy on held-out data, or pass@k with rewards.",
         "weft eval RUN|MODEL DATA [section.key=value ...] [options]",
     ),
-    "watch": Command(WatchOptions, _watch, "Watch a run that goes on, in the terminal."),
+    "watch": Command(WatchOptions, _watch, "Watch a running run in the terminal."),
     "rollouts": Command(RolloutsOptions, _rollouts, "Show the samples of a weft rl run, with their rewards."),
-    "report": Command(ReportOptions, _report, "Write an HTML page about a run, or one that compares several."),
+    "report": Command(ReportOptions, _report, "Write an HTML page about a run, or a page that compares several runs."),
     "data": Command(
         PreviewOptions,
         _data,
-        "Show the training data as the model sees it: weft data preview.",
+        "Show the training data as the model receives it: weft data preview.",
         "weft data preview [CONFIG ...] [section.key=value ...] [options]",
     ),
     "export": Command(ExportOptions, _export, "Write the weights of a checkpoint in another dtype or format."),
@@ -709,7 +710,7 @@ COMMANDS = {
     "compare-step": Command(
         CompareStepOptions,
         _compare_step,
-        "Compare loss and gradient norm of another trainer's batch with weft's.",
+        "Compare loss and gradient norm of a batch from another trainer with weft's.",
         "weft compare-step DUMP [CONFIG ...] [section.key=value ...] [options]",
     ),
     "init": Command(
@@ -727,13 +728,13 @@ COMMANDS = {
     "engine": Command(
         EngineOptions,
         _engine,
-        "Install a rollout engine (weft engine install vllm), or check one of a package (weft engine check NAME).",
+        "Install a rollout engine (weft engine install vllm), or check a package's engine (weft engine check NAME).",
         "weft engine install vllm [options]\n       weft engine check NAME",
     ),
     "plugins": Command(
         PluginsOptions,
         _plugins,
-        "List the engines, environments, rewards and algorithms of installed packages, or check one.",
+        "List the engines, environments, rewards and algorithms in installed packages, or check one.",
         "weft plugins [KIND NAME] [options]",
     ),
     "migrate": Command(MigrateOptions, _migrate, "Convert another trainer's config to a draft for weft."),
@@ -750,10 +751,10 @@ def _unknown_command(name: str) -> str:
     commands = ", ".join(COMMANDS)
     advice = OTHER_COMMANDS.get(name.lower())
     if advice is not None:
-        return f"weft {name}: no such command: {advice}."
+        return f"weft {name}: there is no such command: {advice}."
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     if close:
-        return f"weft {name}: no such command; did you mean weft {close[0]}?"
+        return f"weft {name}: there is no such command; did you mean weft {close[0]}?"
     if "=" in name or Path(name).suffix in (".yaml", ".yml"):
-        return f"weft {name}: a command is missing, as in `weft sft {name}`; the commands are {commands}."
-    return f"weft {name}: no such command; the commands are {commands}."
+        return f"weft {name}: name the command first, as in `weft sft {name}`; the commands are {commands}."
+    return f"weft {name}: there is no such command; the commands are {commands}."

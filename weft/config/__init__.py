@@ -71,7 +71,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import public names at their first use: processes that run reward functions need none of them."""
+    """Import public names when they are first used: processes that run reward functions need none of them."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"weft.config.{module}"), name)

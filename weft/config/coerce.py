@@ -1,6 +1,6 @@
-"""Strict conversion of YAML values to the types of the schema: nothing is rounded, parsed or guessed.
+"""Strict conversion of YAML values to the types of the schema. Nothing is rounded, parsed or guessed.
 
-An integer is accepted for a number; any other value of another type is refused.
+An integer is accepted for a number. A value of any other type is refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from weft.config.yaml12 import Node, show
 
 _YAML_1_1_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
-_PLAIN = re.compile(r"[\w./][\w./ @+-]*")  # texts that need no quotes in a list
+_PLAIN = re.compile(r"[\w./][\w./ @+-]*")  # strings that need no quotes in a list
 
 
 class MismatchError(Exception):
-    """A value does not have the type. The message says what to write instead, or is empty."""
+    """A value has the wrong type. The message proposes a correction, or is empty."""
 
 
 def coerce(node: Node, hint: Any) -> Any:
-    """The value of `node` as the type `hint`. Raises MismatchError."""
+    """The value of `node`, converted to the type `hint`. Raises MismatchError."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _coerce_union(node, get_args(hint))
@@ -40,7 +40,7 @@ def coerce(node: Node, hint: Any) -> Any:
 
 
 def describe(hint: Any) -> str:
-    """A type in words: `an integer or null`, `one of adamw, sgd`."""
+    """A type in words, such as `an integer or null` or `one of adamw, sgd`."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(member) for member in get_args(hint))
@@ -68,8 +68,8 @@ def _describe_tuple(members: tuple[Any, ...]) -> str:
 
 def _coerce_union(node: Node, members: tuple[Any, ...]) -> Any:
     hints = []
-    # str comes last: `run.dir=null` on the command line means null, not a folder of that name, and a text that reads as
-    # a list or a mapping is one if the union has that type.
+    # str comes last: `run.dir=null` on the command line means null, not a folder with that name, and a string in the
+    # syntax of a list or a mapping is converted if the union has such a type.
     for member in sorted(members, key=lambda member: member is str):
         try:
             return coerce(node, member)
@@ -98,7 +98,7 @@ def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _as_list(text: str) -> str:
-    """A text as a list in YAML: of one item, or of the items of a list that YAML could not read, such as [*.norm]."""
+    """A string as a YAML list: of one item, or of the items of a list that YAML could not read, such as [*.norm]."""
     listed = text.startswith("[") and text.endswith("]")
     items = [item.strip() for item in text[1:-1].split(",")] if listed else [text]
     return f"[{', '.join(item if _PLAIN.fullmatch(item) else repr(item) for item in items)}]"
@@ -117,7 +117,7 @@ def _coerce_record(node: Node, hint: Any) -> Any:
     hints = get_type_hints(hint)
     unknown = [name for name in node.value if name not in hints]
     if unknown:
-        raise MismatchError(f"`{unknown[0]}` is none of {', '.join(hints)}")
+        raise MismatchError(f"`{unknown[0]}` is not one of {', '.join(hints)}")
     required = [f.name for f in fields(hint) if f.default is MISSING and f.default_factory is MISSING]
     missing = [name for name in required if name not in node.value]
     if missing:

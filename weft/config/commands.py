@@ -1,7 +1,7 @@
-"""The commands that train, each with the schema of its config and the section that only it has. Imports no torch.
+"""The commands that train. Each has a schema of its config, and a section that marks it. Imports no torch.
 
-A new command is one entry here, and one in `weft/cli.py:RECIPES`: options,
-dry run, `weft.NAME(...)`, `weft plan`, `verify`, `init`, `keys` and the page of keys follow.
+To add a command, add an entry here and one in `weft/cli.py:RECIPES`. Options, dry run, `weft.NAME(...)`, `weft plan`,
+`verify`, `init`, `keys` and the page of keys follow from these entries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.config.schema import SftConfig
 SCHEMAS: dict[str, type[SftConfig] | type[RlConfig]] = {
     "sft": SftConfig, "dpo": DpoConfig, "reward": RewardConfig, "distill": DistillConfig, "rl": RlConfig,
 }  # fmt: skip
-# Section -> the command that a config with this section belongs to; without any of them it belongs to `weft sft`.
+# Section -> the command of a config with this section. A config without any of them is a config of `weft sft`.
 MARKS = {"preference": "dpo", "reward": "reward", "distill": "distill", "rl": "rl"}
 
 
@@ -32,5 +32,6 @@ def schema_of(sections: Collection[str]) -> type[SftConfig] | type[RlConfig]:
 
 
 def job_lines(command: str) -> list[str]:
-    """Which command a config is of, and why, for commands that take the configs of all; nothing for weft sft."""
-    return [f"job      weft {command}: the config has a section {mark}" for mark in MARKS if MARKS[mark] == command]
+    """The line that prints the command of a config and its reason, for commands that accept any config. Empty for
+    `weft sft`."""
+    return [f"job      weft {command}: the config has the section {mark}" for mark in MARKS if MARKS[mark] == command]

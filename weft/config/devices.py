@@ -16,11 +16,12 @@ _MOST_DEVICES = 1_000_000
 
 def device_lists(devices: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Role -> numbers of its devices. devices: role -> a list; ranges, as in `0-7` or `0-3, 8-11`; another role, whose
-    devices it has; or a number of devices, the lowest that no role has yet. Raises ValueError for any other value."""
+    devices it shares; or a number of devices, which assigns the lowest free devices. Raises ValueError for any other
+    value."""
     lists: dict[str, tuple[int, ...]] = {}
     for role, value in devices.items():
         if role not in DEVICE_ROLES:
-            raise ValueError(f"`{role}` is no role: name some of {', '.join(DEVICE_ROLES)}")
+            raise ValueError(f"`{role}` is not a role: the roles are {', '.join(DEVICE_ROLES)}")
         if isinstance(value, list | tuple):
             lists[role] = tuple(value)
         elif isinstance(value, str) and _RANGES.fullmatch(value.strip()):
@@ -34,17 +35,17 @@ def device_lists(devices: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if role not in lists:
             if value not in lists:
                 raise ValueError(
-                    f"{role} is {value!r}: write a number, a list, ranges as in '0-7' or '0-3, 8-11', or a role that "
-                    "has devices"
+                    f"{role} is {value!r}: write a number, a list, ranges as in '0-7' or '0-3, 8-11', or another role "
+                    "that has devices"
                 )
             lists[role] = lists[value]
     for role, numbers in lists.items():
         if not numbers:
             raise ValueError(f"{role} has no device")
         if not all(type(device) is int and 0 <= device < _MOST_DEVICES for device in numbers):
-            raise ValueError(f"{role} names devices that are not numbers from 0 to {_MOST_DEVICES - 1:,}")
+            raise ValueError(f"{role} has devices that are not numbers from 0 to {_MOST_DEVICES - 1:,}")
         if repeated := [device for device, count in Counter(numbers).items() if count > 1]:
-            raise ValueError(f"device {repeated[0]} is wanted twice, by two processes of {role}")
+            raise ValueError(f"{role} names device {repeated[0]} twice")
     return {role: lists[role] for role in DEVICE_ROLES if role in lists}
 
 
@@ -59,7 +60,7 @@ def _numbers(text: str) -> Sequence[int]:
 
 
 def show_devices(numbers: Collection[int]) -> str:
-    """Numbers of devices as ranges: `0-3, 6`."""
+    """Numbers of devices as ranges, such as `0-3, 6`."""
     rows: list[list[int]] = []
     for device in sorted(numbers):
         if rows and device == rows[-1][-1] + 1:
@@ -70,8 +71,8 @@ def show_devices(numbers: Collection[int]) -> str:
 
 
 def device_presets(devices: Any, engine: Any, tp: Any) -> dict[str, Any]:
-    """The keys that follow from cluster.devices, with their values. engine, tp: of `rollout`. Empty for devices that
-    device_problem refuses."""
+    """The keys that cluster.devices sets, with their values. engine, tp: the values of rollout.engine and rollout.tp.
+    Empty for devices that device_problem refuses."""
     try:
         lists = device_lists(devices if isinstance(devices, dict) else {})
     except (ValueError, TypeError):
@@ -90,7 +91,7 @@ def device_presets(devices: Any, engine: Any, tp: Any) -> dict[str, Any]:
 
 
 def roles_on(lists: Mapping[str, Sequence[int]], role: str) -> list[str]:
-    """The other roles that have some of the devices of `role`."""
+    """The other roles that share a device with `role`."""
     return [name for name in lists if name != role and not set(lists[role]).isdisjoint(lists[name])]
 
 
@@ -102,7 +103,7 @@ def teacher_ranks(config: Any) -> int | None:
 
 
 def device_problem(config: Any) -> str | None:
-    """Why cluster.devices is impossible in this config of `weft rl`, and what to set; None if it is possible."""
+    """Why cluster.devices is impossible in this config of `weft rl`, and which value to set; None if it is possible."""
     rollout, rl, staleness = config.rollout, config.rl, config.cluster.max_staleness
     try:
         lists = device_lists(config.cluster.devices)
@@ -119,47 +120,48 @@ def device_problem(config: Any) -> str | None:
         "rollout": "" if has_engines else "rollout.engine=embedded is in the trainers' ranks",
     }
     if config.lora.on and config.reference.path is None and not config.lora.modules_to_save and rl.has_reference:
-        reasons["reference"] = "the base under the adapters is the reference, in the trainer's ranks"
+        reasons["reference"] = "with adapters the reference is the base, on the trainer's ranks"
     if absent := [role for role in lists if reasons.get(role)]:
-        return f"cluster.devices names {absent[0]}, but {reasons[absent[0]]}: leave {absent[0]} out."
+        return f"cluster.devices names {absent[0]}, but {reasons[absent[0]]}: remove {absent[0]}."
     if missing := [role for role in ("trainer", "rollout")[: 1 + has_engines] if role not in lists]:
-        return f"cluster.devices does not name {missing[0]}: give {missing[0]} its devices, too."
+        return f"cluster.devices does not name {missing[0]}: add the devices of {missing[0]}."
     sharing = roles_on(lists, "rollout") if has_engines else []
     if sharing and staleness:
         shared = show_devices([device for device in lists["rollout"] if device in lists[sharing[0]]])
         return (
-            f"cluster.devices: {shared} {'is' if shared.isdigit() else 'are'} wanted twice, by {sharing[0]} and "
-            f"rollout, which do not take turns with cluster.max_staleness = {staleness}: engines generate while others "
-            f"compute. Give rollout devices of its own, or set cluster.max_staleness=0."
+            f"cluster.devices: {sharing[0]} and rollout share {shared}, but with cluster.max_staleness = {staleness} "
+            f"they do not alternate: engines generate while {sharing[0]} computes. Give rollout separate devices, or "
+            f"set cluster.max_staleness=0."
         )
     if rollout.engine in SERVERS:
         if len(lists["rollout"]) % rollout.tp:
             return (
-                f"cluster.devices gives rollout {len(lists['rollout'])} devices, and each engine has rollout.tp = "
-                f"{rollout.tp}: give it a multiple."
+                f"cluster.devices gives rollout {len(lists['rollout'])} devices, which is no multiple of rollout.tp = "
+                f"{rollout.tp}, the devices of an engine: give rollout a multiple."
             )
         outside = [device for device in lists["rollout"] if device not in lists["trainer"]]
         if sharing and outside:
             return (
-                f"cluster.devices: rollout shares devices with {sharing[0]}, and trainers are not on "
-                f"{show_devices(outside)}: engines of rollout.engine={rollout.engine} get either devices of trainer "
-                "ranks, or devices that no other role has. Give rollout devices of one kind, or set rollout.engine=hf."
+                f"cluster.devices: rollout shares devices with {sharing[0]}, but {show_devices(outside)} "
+                f"{'is' if len(outside) == 1 else 'are'} not a trainer's: all engines of "
+                f"rollout.engine={rollout.engine} must be on devices of trainer ranks, or none of them. Change the "
+                f"devices of rollout, or set rollout.engine=hf."
             )
     if teacher_ranks(config) is not None and rl.teacher_in == "loss":
         return (
-            "cluster.devices gives teacher other devices than the trainer's, but rl.teacher_in=loss reads its "
-            "distributions in the trainer's ranks: write teacher: trainer, or set rl.teacher_in=advantage."
+            "cluster.devices gives the teacher other devices than the trainer, but with rl.teacher_in=loss the teacher "
+            "must be on the trainer's ranks: write teacher: trainer, or set rl.teacher_in=advantage."
         )
     return None
 
 
 def device_lines(config: Any) -> list[str]:
-    """A line for each set of devices with the same roles: who has them. Empty without cluster.devices."""
+    """A line for each set of devices with the same roles. Empty without cluster.devices."""
     lists = device_lists(config.cluster.devices)
     groups: dict[tuple[str, ...], list[int]] = {}
     for device in sorted({device for numbers in lists.values() for device in numbers}):
         groups.setdefault(tuple(role for role in lists if device in lists[role]), []).append(device)
     return [
-        f"devices  {show_devices(numbers)}: {', '.join(roles)}{', in turns' if len(roles) > 1 else ''}"
+        f"devices  {show_devices(numbers)}: {', '.join(roles)}{', alternating' if len(roles) > 1 else ''}"
         for roles, numbers in groups.items()
     ]

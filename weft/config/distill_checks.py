@@ -1,4 +1,4 @@
-"""Checks of a config of `weft distill`, with those that it shares with `weft sft` (checks.py)."""
+"""Checks of a config of `weft distill`, in addition to the checks that it shares with `weft sft` (checks.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _combinations(config: DistillConfig) -> Iterator[tuple[str, str]]:
     if distill.loss not in DIVERGENCES and not IMPORT_PATH.fullmatch(distill.loss):
         yield (
             "distill.loss",
-            f"distill.loss is {distill.loss}, which is neither one of {', '.join(DIVERGENCES)} nor an import path, as "
-            "in my_losses:skewed for the function skewed in my_losses.py.",
+            f"distill.loss is {distill.loss}, which is not one of {', '.join(DIVERGENCES)}, nor an import path. For "
+            f"the function skewed in my_losses.py write my_losses:skewed.",
         )
     yield from _teachers(config)
     yield from _samples(config)
@@ -38,17 +38,17 @@ def _combinations(config: DistillConfig) -> Iterator[tuple[str, str]]:
 def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
     distill = config.distill
     if (distill.teacher is None) == (distill.teachers is None):
-        state = "neither is" if distill.teacher is None else "both are"
+        state = "are both null" if distill.teacher is None else "are both set"
         yield (
             "distill.teacher",
-            f"of distill.teacher and distill.teachers {state} set: set distill.teacher to a model, or "
-            "distill.teachers to several by name.",
+            f"distill.teacher and distill.teachers {state}: set distill.teacher to one model, or distill.teachers to "
+            "several models by name.",
         )
     if distill.teacher == BASE and not config.lora.on:
         yield (
             "distill.teacher",
-            "distill.teacher is base, the model under the student's adapters, and there are none: set lora.rank, or "
-            "name a model.",
+            "distill.teacher is base, the model under the student's adapters, but there are no adapters: set "
+            "lora.rank, or set distill.teacher to a model.",
         )
     if distill.teacher == BASE and config.lora.modules_to_save:
         yield (
@@ -59,14 +59,15 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
     if distill.teacher == AVERAGE and config.optimizer.ema_decay is None:
         yield (
             "distill.teacher",
-            "distill.teacher is average, but no average of the weights is kept: set optimizer.ema_decay=0.99, or name "
-            "a model.",
+            "distill.teacher is average, but the run keeps no average of the weights: set optimizer.ema_decay=0.99, or "
+            "set distill.teacher to a model.",
         )
     if distill.alpha == 0 and _begins_as_teacher(config):
         yield (
             "distill.alpha",
-            f"distill.teacher is {distill.teacher}, which the student equals at its start, so that divergence and "
-            "gradients are 0, and stay so: set distill.alpha above 0, for cross entropy beside, or name another model.",
+            f"distill.teacher is {distill.teacher}, which equals the student at the start, so divergence and gradients "
+            "are 0 in every step: set distill.alpha above 0 to add cross entropy, or set distill.teacher to another "
+            "model.",
         )
     if distill.cache == "disk" and distill.teacher == AVERAGE:
         yield (
@@ -76,17 +77,17 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
     if distill.served and distill.temperature != 1:
         yield (
             "distill.temperature",
-            f"distill.temperature is {distill.temperature:g}, but a served teacher's log-probabilities are of "
-            "temperature 1: set distill.temperature=1, or name a model.",
+            f"distill.temperature is {distill.temperature:g}, but a server returns log-probabilities at temperature 1: "
+            "set distill.temperature=1, or set distill.teacher to a model.",
         )
     if distill.cache == "disk" and set(distill.named) == {DATA}:
-        yield "distill.cache", "distill.cache is disk, but distill.teacher=data reads nothing: set distill.cache=off."
+        yield "distill.cache", "distill.cache is disk, but distill.teacher=data runs no model: set distill.cache=off."
     if distill.teachers is None:
         return
     if paths := [path for path in distill.teachers.values() if path in (BASE, AVERAGE)]:
         yield (
             "distill.teachers",
-            f"distill.teachers names {paths[0]}, which is the student itself: name models, or set distill.teacher.",
+            f"distill.teachers contains {paths[0]}, the student itself: use other models, or set distill.teacher.",
         )
     if distill.teacher_column is not None:
         return
@@ -94,9 +95,9 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
     if not config.data.sources:
         yield (
             "distill.teachers",
-            "distill.teachers gives each source of the data a teacher, but data.sources is not set: set it, name the "
-            "column of the rows that has the teacher's name in distill.teacher_column, or one model in "
-            "distill.teacher.",
+            "distill.teachers assigns a teacher to each source of the data, but data.sources is not set: set "
+            "data.sources; or set distill.teacher_column to the column with the teacher's name; or set distill.teacher "
+            "to one model.",
         )
     elif missing := [name for name in dict.fromkeys(names) if name not in distill.teachers]:
         yield (
@@ -106,22 +107,22 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
     elif extra := [name for name in distill.teachers if name not in names]:
         yield (
             "distill.teachers",
-            f"distill.teachers names {extra[0]}, which is no source: there are {', '.join(names)}.",
+            f"distill.teachers contains {extra[0]}, which is not a source. The sources are {', '.join(names)}.",
         )
     if config.eval.path is not None:
         yield (
             "eval.path",
-            "eval.path has no name by which distill.teachers could give it a teacher: set eval.sources, or eval.share.",
+            "eval.path has no source name, so distill.teachers has no teacher for it: set eval.sources, or eval.share.",
         )
     if config.eval.share is not None:
         yield (
             "eval.share",
-            "eval.share has no name by which distill.teachers could give it a teacher: set eval.sources.",
+            "eval.share has no source name, so distill.teachers has no teacher for it: set eval.sources.",
         )
 
 
 def _begins_as_teacher(config: DistillConfig) -> bool:
-    """Whether the student's first distribution is its only teacher's."""
+    """Whether the student's first distribution equals the distribution of its only teacher."""
     teacher, lora = config.distill.teacher, config.lora
     if lora.path is not None or lora.dropout:
         return False
@@ -135,19 +136,19 @@ def _samples(config: DistillConfig) -> Iterator[tuple[str, str]]:
     if DATA in distill.named:
         yield (
             "distill.on_policy",
-            f"distill.on_policy is {distill.on_policy:g}, but a teacher is data, whose lists are of the rows' own "
-            "answers: name a model or a server, or set distill.on_policy=0.",
+            f"distill.on_policy is {distill.on_policy:g}, but the data has the teacher's tokens only for its own "
+            "answers: set distill.teacher to a model or a server, or set distill.on_policy=0.",
         )
     if distill.cache == "disk":
         yield (
             "distill.cache",
-            "distill.cache is disk, but no later epoch has the answers that the student samples: set "
-            "distill.cache=off, or distill.on_policy=0.",
+            "distill.cache is disk, but the student samples other answers in every epoch: set distill.cache=off, or "
+            "distill.on_policy=0.",
         )
     if distill.alpha:
         yield (
             "distill.alpha",
-            f"distill.alpha is {distill.alpha:g}, but cross entropy on the student's own samples teaches nothing: set "
+            f"distill.alpha is {distill.alpha:g}, but cross entropy on the student's samples teaches nothing: set "
             "distill.alpha=0, or distill.on_policy=0.",
         )
 
@@ -159,25 +160,24 @@ def _teacher_ranks(config: DistillConfig) -> Iterator[tuple[str, str]]:
     if distill.named and not any(map(is_opened, distill.named)):
         yield (
             "teacher.ranks",
-            f"teacher.ranks, but {distill.named[0]} is no model that weft opens: its ranks would have nothing to read. "
-            "Leave teacher.ranks out.",
+            f"teacher.ranks is set, but weft does not open {distill.named[0]} as a model: remove teacher.ranks.",
         )
     if distill.cache == "disk":
         yield (
             "teacher.ranks",
-            "teacher.ranks with distill.cache=disk: the teacher is opened only for what the folder lacks, and its "
-            "ranks would wait. Set distill.cache=off, or leave teacher.ranks out.",
+            "teacher.ranks with distill.cache=disk: weft opens the teacher only to fill the cache, and its ranks would "
+            "then be idle. Set distill.cache=off, or remove teacher.ranks.",
         )
     if distill.on_policy:
         yield (
             "teacher.ranks",
-            f"teacher.ranks with distill.on_policy={distill.on_policy:g}: the student samples when a step begins, so "
-            "that the teacher could not read a step ahead, and both would wait in turn. Leave teacher.ranks "
-            "out, or set distill.on_policy=0.",
+            f"teacher.ranks with distill.on_policy={distill.on_policy:g}: the student samples when a step starts, so "
+            f"the teacher cannot process the next step in advance, and both would wait for each other. Remove "
+            f"teacher.ranks, or set distill.on_policy=0.",
         )
 
 
-_OWN_LOSS = Inert("train.loss", lambda c: True, "distill.loss says what is trained")
+_OWN_LOSS = Inert("train.loss", lambda c: True, "distill.loss defines the loss")
 DISTILL = Rules(
     EXCLUSIVE,
     (*inert_rules(DistillConfig), _OWN_LOSS),

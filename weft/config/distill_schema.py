@@ -1,4 +1,4 @@
-"""The keys of `weft distill` beside those of `weft sft` (schema.py). Imports no torch."""
+"""The keys that `weft distill` has in addition to the keys of `weft sft` (schema.py). Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from weft.config.schema import FrozenRanksConfig, SftConfig
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 BASE, AVERAGE = "base", "average"  # teachers that are the student itself
-DATA = "data"  # a teacher that is known by lists of its likeliest tokens, in columns of the rows
-TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"  # these columns
+DATA = "data"  # the teacher is given by lists of its most likely tokens, in columns of the rows
+TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"  # the names of these columns
 
 
 def is_served(teacher: str) -> bool:
@@ -22,7 +22,7 @@ def is_served(teacher: str) -> bool:
 
 
 def is_opened(teacher: str) -> bool:
-    """Whether a teacher is a model that is opened beside the student."""
+    """Whether a teacher is a model that weft opens in addition to the student."""
     return teacher not in (BASE, AVERAGE, DATA) and not is_served(teacher)
 
 

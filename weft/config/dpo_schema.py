@@ -13,16 +13,16 @@ from weft.config.schema import FrozenRanksConfig, PolicyOptimizerConfig, SftConf
 
 
 def _reads(*names: str) -> Unread:
-    """The key is read by these losses alone."""
+    """Only these losses read the key."""
     return Unread(lambda c: not {*names} & {*c.preference.losses}, f"only preference.loss={'|'.join(names)} reads it")
 
 
 _NO_SMOOTHING = Unread(
-    lambda c: not any(facts.smoothing for facts in c.preference.facts), "no loss of preference.loss reads it"
+    lambda c: not any(facts.smoothing for facts in c.preference.facts), "no loss in preference.loss reads it"
 )
-_NO_REFERENCE = Unread(lambda c: not c.preference.has_reference, "no loss of preference.loss reads a reference")
-_NO_LOSS_READS = Unread(lambda c: not c.preference.has_reference, "no loss of preference.loss reads it")
-_ONE_LOSS = Unread(lambda c: len(c.preference.losses) == 1, "preference.loss names one loss")
+_NO_REFERENCE = Unread(lambda c: not c.preference.has_reference, "no loss in preference.loss reads a reference")
+_NO_LOSS_READS = Unread(lambda c: not c.preference.has_reference, "no loss in preference.loss reads it")
+_ONE_LOSS = Unread(lambda c: len(c.preference.losses) == 1, "preference.loss contains one loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class PreferenceConfig:
     loss: str | tuple[str, ...] = key(
         "The loss, or several that are added, as in [sigmoid, sft]: "
         + ", ".join(f"`{name}`" for name in LOSSES)
-        + "; or the import path of a function of your own. docs/reference/preference-losses.md has the formulas.",
+        + "; or the import path of your function. docs/reference/preference-losses.md has the formulas.",
         "sigmoid",
         within=Range(lambda v: len(v) > 0, "one loss or more"),
     )
@@ -103,7 +103,7 @@ class PreferenceConfig:
 
     @property
     def facts(self) -> tuple[LossFacts, ...]:
-        """What is known of each loss."""
+        """The facts of each loss."""
         return tuple(facts_of(name) for name in self.losses)
 
     @property
@@ -113,13 +113,13 @@ class PreferenceConfig:
 
     @property
     def is_paired(self) -> bool:
-        """Whether losses are of pairs, else of answers one by one."""
+        """Whether the losses read pairs of answers; otherwise they read single answers."""
         return self.facts[0].paired
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelPath:
-    """A base class, so that the path stands before the keys of FrozenRanksConfig."""
+    """A base class, so that the docs list the path before the keys of FrozenRanksConfig."""
 
     path: str | None = key(
         "A HuggingFace model directory or hub id; null: the model before training. With lora that is the base under "
@@ -154,6 +154,6 @@ class DpoConfig(SftConfig):
 
 
 def own_reference(config: Any) -> bool:
-    """Whether the reference is an engine of its own, not the trained model without its adapters."""
+    """Whether the reference is a separate engine; otherwise it is the trained model without its adapters."""
     base_is_start = config.lora.on and config.lora.path is None and not config.lora.modules_to_save
     return bool(config.preference.has_reference and not (base_is_start and config.reference.path is None))

@@ -1,5 +1,5 @@
-"""Models that are only read on ranks of their own, in commands that share the loop of `weft sft`: reference.ranks of
-`weft dpo`, teacher.ranks of `weft distill`. Imports no torch."""
+"""Frozen models on separate ranks, in the commands that share the loop of `weft sft`: reference.ranks of `weft dpo`,
+teacher.ranks of `weft distill`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IN_TURNS = {"ranks": None, "dp_replicate": None, "dp_shard": None, "tp": None, 
 
 
 def frozen_section(config: Any) -> tuple[str, FrozenRanksConfig] | None:
-    """(Name of the config section, the section) of a model with ranks of its own; None if there is none."""
+    """(Name of the config section, the section) of a model with separate ranks; None if there is none."""
     section: tuple[str, FrozenRanksConfig] | None = None
     if isinstance(config, DpoConfig):
         section = "reference", config.reference
@@ -24,17 +24,17 @@ def frozen_section(config: Any) -> tuple[str, FrozenRanksConfig] | None:
 
 
 def frozen_ranks(config: Any) -> int:
-    """How many of a run's ranks have such a model alone."""
+    """The number of the run's ranks that have only a frozen model."""
     section = frozen_section(config)
     return 0 if section is None else section[1].ranks or 0
 
 
 def in_turns(config: Any) -> tuple[Any, list[str]]:
-    """(The config with such a model in turns on the trained model's ranks, on whose mesh; a line that says so, or
-    none)."""
+    """(The config in which the frozen model alternates with the trained model on the same ranks and mesh; a line that
+    reports this change, or no line)."""
     section = frozen_section(config)
     if section is None:
         return config, []
     name, keys = section
-    line = f"in turns the {name} takes turns with the trained model here, in place of {name}.ranks={keys.ranks}"
+    line = f"ranks    the {name} alternates with the trained model here; {name}.ranks={keys.ranks} is not applied"
     return replace(config, **{name: replace(keys, **_IN_TURNS)}), [line]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound="DataclassInstance")
 
-# (key, value) that are planned and refused until the feature exists.
+# (key, value) that a later version will support. weft refuses them until then.
 NOT_YET_VALUES: set[tuple[str, str]] = set()
 
 
@@ -30,10 +30,11 @@ def key(
     unread: tuple[Unread, ...] = (),
     formerly: str = "",
 ) -> Any:
-    """A config key: a dataclass field that carries its documentation. Without a default it is required. within: the
-    values that it may have, where its type does not say it; null is not compared. unread: when it has no effect; it is
-    then refused, and left out of the resolved config; of all keys of a section it is said once, in the metadata of the
-    section's field. formerly: the name that it had in the same section; configs may still use it."""
+    """A config key: a dataclass field with its documentation. A key without a default is required. within: the
+    permitted values, if the type does not define them; null is always permitted. unread: the conditions under which the
+    key has no effect; weft then refuses it, and omits it from the resolved config. A condition of all keys of a section
+    is in the metadata of the section's field instead. formerly: the previous name of the key in the same section, which
+    configs may still use."""
     metadata = {"help": help, "within": within, "unread": unread, "formerly": formerly}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)
@@ -41,8 +42,8 @@ def key(
 
 
 def with_former_names(section: type[Section]) -> type[Section]:
-    """Let Python code give and read the keys of a section by their former names, too: functions of users get sections
-    as arguments."""
+    """Let Python code also read and set the keys of a section by their former names, because users' functions receive
+    sections as arguments."""
     names = {spec.metadata["formerly"]: spec.name for spec in fields(section) if spec.metadata.get("formerly")}
     make = section.__init__
 
@@ -50,7 +51,7 @@ def with_former_names(section: type[Section]) -> type[Section]:
     def init(self: Any, **values: Any) -> None:
         for former in names.keys() & values.keys():
             if names[former] in values:
-                raise TypeError(f"{former} is the former name of {names[former]}: give one of them.")
+                raise TypeError(f"{former} is the former name of {names[former]}: set only {names[former]}.")
             values[names[former]] = values.pop(former)
         make(self, **values)
 
@@ -66,8 +67,8 @@ def with_former_names(section: type[Section]) -> type[Section]:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a schema: dotted name, type, default (MISSING if the key is required), documentation, range, when
-    it has no effect, and the dotted name that it had before ("" for none)."""
+    """One key of a schema: dotted name, type, default (MISSING if the key is required), documentation, range,
+    conditions under which it has no effect, and its former dotted name ("" for none)."""
 
     name: str
     type: Any
@@ -125,12 +126,12 @@ def _schema_keys(schema: type) -> dict[str, Key]:
 
 
 def former_names(schema: type) -> dict[str, str]:
-    """Former dotted name -> name, of the keys that were renamed."""
+    """Former dotted name -> current name, for renamed keys."""
     return {key.formerly: key.name for key in schema_keys(schema).values() if key.formerly}
 
 
 def with_current_names(config: Mapping[str, Any], schema: type) -> dict[str, Any]:
-    """A config that an earlier version has written, section -> key -> value, with today's names of its keys."""
+    """A config written by an earlier version, section -> key -> value, with the current names of its keys."""
     current = dict(config)
     for former, name in former_names(schema).items():
         section, _, leaf = former.partition(".")
@@ -149,7 +150,7 @@ def get(config: Any, name: str) -> Any:
 
 
 def attribute(leaf: str) -> str:
-    """The name of a key's dataclass field: that of the key, with an underscore if it is a keyword (`async`)."""
+    """The name of a key's dataclass field: the key's name, with an underscore if it is a Python keyword (`async`)."""
     return f"{leaf}_" if keyword.iskeyword(leaf) else leaf
 
 

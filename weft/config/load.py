@@ -1,7 +1,7 @@
-"""Makes one validated config from files and overrides: read, merge, resolve, convert, check.
+"""Makes one validated config from files and overrides. The stages are: read, merge, resolve, convert, check.
 
-Every message names the key, its value and its place in a file, and says what to set instead. All problems of one stage
-are reported together.
+Every message contains the key, its value and its position in a file, and the value to set instead. All problems of a
+stage are reported together.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ def load_config(
 ) -> Schema:
     """The config of `files` (merged left to right) and `overrides` (`a.b=c`, later wins).
 
-    weights: whether model.path must hold weights already. of_run: the files were written by a run. base: section -> key
-    -> value, below the files. Keys in either that have no effect beside the overrides are dropped, not refused. Raises
-    UserError, with one line per problem, unless every key is known, has its type and fits the others, and the local
-    files that it names exist.
+    weights: whether model.path must already contain weights. of_run: whether a run wrote the files. base: section ->
+    key -> value, which the files override. A key in files of a run or in base that has no effect beside the overrides
+    is dropped, not refused. Raises UserError with one line per problem if a key is unknown, has a value of another
+    type, cannot be combined with other keys, or names a local file that does not exist.
     """
     tree = _merged([node_of(base or {}, _BASE), *map(read_config_file, files), _parse_overrides(overrides)], schema)
     return _finish(tree, schema, weights, (*(files if of_run else ()), _BASE))
 
 
 def load_values(values: Mapping[str, Any], location: str, schema: type[Schema], files: Sequence[str] = ()) -> Schema:
-    """The config of a program. values: section -> key -> value, which override those of `files`. location: the name of
-    the program's call, for messages. Raises UserError, as load_config."""
+    """The config of a program. values: section -> key -> value, which override the values in `files`. location: the
+    name of the call in the program, for messages. Raises UserError under the conditions of load_config."""
     tree = _merged([*map(read_config_file, files), node_of(values, location)], schema)
     return _finish(tree, schema, weights=True)
 
 
 def written_config(run: str, schema: type, name: str | None = None) -> str:
-    """The path of RUN/config.yaml, for `--resume RUN`. name: the name of RUN in messages, if not its path. Raises
-    UserError if there is no such file, or if it belongs to another command."""
+    """The path of RUN/config.yaml, for `--resume RUN`. name: the name of RUN in messages, if it is not the path. Raises
+    UserError if there is no such file, or if another command wrote it."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
-        problem = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
-        raise UserError(f"--resume {run}: it {problem}. Name the folder that run.dir named.")
+        problem = "contains no config.yaml, so it is not a run folder" if Path(run).is_dir() else "does not exist"
+        raise UserError(f"--resume {run}: it {problem}. Write the path of a run folder (the value of run.dir).")
     command = command_of(read_config_file(str(path)).value or {})
     if SCHEMAS[command] is not schema:
         raise UserError(f"--resume {name or run}: it is a run of weft {command}: weft {command} --resume {name or run}")
@@ -80,26 +80,27 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
 
 
 def imports_of_run(path: str) -> tuple[str, ...]:
-    """model.imports of the run that the path, a run folder or one of its checkpoints, belongs to; empty for others."""
+    """model.imports of the run that contains the path, a run folder or one of its checkpoints; empty for other
+    paths."""
     named = section_of_run(path, "model").get("imports")
     return tuple(str(name) for name in named or ()) if isinstance(named, list) else ()
 
 
 def section_of_run(path: str, section: str) -> Mapping[str, Any]:
-    """A section of the config of the run that the path, a run folder or one of its checkpoints, belongs to; empty for
-    others."""
+    """A section of the config of the run that contains the path, a run folder or one of its checkpoints; empty for
+    other paths."""
     try:
         folder = Path(path).resolve()
         file = next(
             (candidate for candidate in (folder, *folder.parents[1:2]) if (candidate / "config.yaml").is_file()), None
         )
-    except (OSError, RuntimeError, ValueError):  # no file has such a name: whoever opens it says so
+    except (OSError, RuntimeError, ValueError):  # such a name is invalid: the code that opens the file reports it
         return {}
     if file is None:
         return {}
     try:
         return read_sections(str(file / "config.yaml")).get(section) or {}
-    except UserError:  # whoever needs the file says what is wrong with it
+    except UserError:  # the code that needs the file reports the problem
         return {}
 
 
@@ -115,8 +116,8 @@ def _finish(tree: Node, schema: type[Schema], weights: bool, of_run: Sequence[st
 
 
 def chosen_keys(overrides: Sequence[str], schema: type) -> dict[str, Any]:
-    """Dotted key -> value, of overrides alone. Raises UserError for what is no key of the schema, or of another
-    type."""
+    """Dotted key -> value, of overrides without files. Raises UserError for a key that is not in the schema, or a value
+    of another type."""
     required = [f"{key.name}=x" for key in schema_keys(schema).values() if key.required]
     tree = _merged([_parse_overrides(overrides)], schema)
     config: Any = build(_merged([_parse_overrides([*required, *overrides])], schema), schema)
@@ -124,7 +125,7 @@ def chosen_keys(overrides: Sequence[str], schema: type) -> dict[str, Any]:
 
 
 def _parse_overrides(overrides: Sequence[str]) -> Node:
-    """`a.b=c` overrides as one tree; later ones win."""
+    """`a.b=c` overrides as one tree. Later overrides win."""
     tree = Node({}, COMMAND_LINE)
     for override in overrides:
         _merge(tree, parse_override(override))
@@ -147,11 +148,11 @@ def parse_override(text: str) -> Node:
 
 def read_config_file(path: str) -> Node:
     """The sections of a YAML or TOML file. Raises UserError, with similar names, if there is no such file."""
-    file = Path(os.path.expanduser(path))  # Path.expanduser raises for users that do not exist
+    file = Path(os.path.expanduser(path))  # Path.expanduser raises if the user does not exist
     if file.is_dir():
-        raise UserError(f"{path}: is a folder; name a YAML file in it.")
+        raise UserError(f"{path}: this is a folder; write the path of a YAML file in it.")
     if os.path.lexists(file):
-        # Read `optimizer.lr: 1` at the top of a file as on the command line: as a key in a section.
+        # `optimizer.lr: 1` at the top level of a file means the same as on the command line: a key in a section.
         tree = read_file(path)
         expanded = Node({}, tree.location)
         for name, child in tree.value.items():
@@ -161,17 +162,17 @@ def read_config_file(path: str) -> Node:
             _merge(expanded, Node({name.split(".")[0]: node}, child.location))
         return expanded
     if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml", ".toml", ".json")):
-        raise UserError(f"{path}: no such config file; to set a key write {path}=VALUE.")
-    raise UserError(f"{path}: no such config file.{near_names(file)}")
+        raise UserError(f"{path}: there is no such config file; to set a key write {path}=VALUE.")
+    raise UserError(f"{path}: there is no such config file.{near_names(file)}")
 
 
 def plain_sections(tree: Node) -> dict[str, dict[str, Any]]:
-    """Section -> key -> value of a file's tree, without places."""
+    """Section -> key -> value of a file's tree, without positions."""
     return {name: dict(_plain(node).value) for name, node in tree.value.items() if node.is_section}
 
 
 def _merged(sources: Sequence[Node], schema: type) -> Node:
-    """The trees of files and overrides as one; later ones win. Keys have their current names."""
+    """The trees of files and overrides as one. Later trees win. Keys have their current names."""
     tree = Node({}, COMMAND_LINE)
     for source in sources:
         _replace_former_names(source, schema)
@@ -180,15 +181,15 @@ def _merged(sources: Sequence[Node], schema: type) -> Node:
 
 
 def _replace_former_names(tree: Node, schema: type) -> None:
-    """Give keys their current names. Raises UserError if one file, or the command line, sets a key by both names."""
+    """Rename keys to their current names. Raises UserError if a file, or the command line, sets a key by both names."""
     for former, name in former_names(schema).items():
         node, current = _find(tree, former), _find(tree, name)
         if node is None:
             continue
         if current is not None:
             raise UserError(
-                f"{node.location}: {former} is the former name of {name}, which is set as well ({current.location}): "
-                f"keep {name}."
+                f"{node.location}: {former} is the former name of {name}, which is also set ({current.location}): "
+                f"remove {former}."
             )
         keys = tree.value[former.partition(".")[0]].value
         del keys[former.partition(".")[2]]
@@ -196,19 +197,19 @@ def _replace_former_names(tree: Node, schema: type) -> None:
 
 
 def _merge(into: Node, source: Node, *, sections: bool = True) -> None:
-    """Merge a tree into another. sections: whether the children are sections of the config; else they are keys, which
-    null unsets."""
+    """Merge a tree into another. sections: whether the children are sections of the config; otherwise they are keys,
+    which null removes."""
     for name, node in source.value.items():
         present = into.value.get(name)
         if present is not None and present.is_section and node.is_section:
             _merge(present, node, sections=False)
         elif not (sections and present is not None and present.is_section and node.value is None):
-            into.value[name] = node  # an empty section (all its keys commented out) changes nothing
+            into.value[name] = node  # an empty section (all its keys are commented out) changes nothing
 
 
 def _settle(tree: Node, schema: type) -> dict[str, str]:
-    """Drop keys that are unset by null, and set defaults to null whose exclusive partner is set. Returns name -> place
-    of the keys that are set."""
+    """Remove keys that are null if null unsets them, and set the default of a key to null if its exclusive partner is
+    set. Returns name -> position of the keys that are set."""
     rules = rules_of(schema)
     for name in rules.unsettable:
         node = _find(tree, name)
@@ -227,7 +228,8 @@ def _settle(tree: Node, schema: type) -> dict[str, str]:
 
 
 def fill_presets(tree: Node, schema: type) -> None:
-    """Fill the keys that a key like rl.algorithm sets and nobody else has set. None of them is refused as inert."""
+    """Add the defaults that a key such as rl.algorithm sets for other keys, if they are not set. They are never refused
+    as keys without effect."""
 
     def value(name: str) -> Any:
         chosen = _find(tree, name)
@@ -255,7 +257,7 @@ def _accepts_null(key: Key | None) -> bool:
 
 
 def build(tree: Node, schema: type[Schema]) -> Schema:
-    """The typed config of a tree. Raises UserError for keys and types that are not the schema's."""
+    """The typed config of a tree. Raises UserError for keys that are not in the schema and values of other types."""
     problems: list[str] = []
     unknown: list[Unknown] = []
     built: dict[str, Any] = {}
@@ -300,7 +302,7 @@ def _build_section(
 
 
 def _plain(node: Node) -> Node:
-    """The node, with a tree of Nodes as a plain dict, where a value is expected."""
+    """The node. If a value is expected and it is a tree of Nodes, the tree becomes a plain dict."""
     if not node.is_section:
         return node
     return Node({name: _plain(child).value for name, child in node.value.items()}, node.location, node.raw)

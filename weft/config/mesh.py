@@ -1,4 +1,4 @@
-"""Mesh sizes: -1 is inferred, and the product must be the number of ranks."""
+"""Sizes of the mesh axes. -1 is inferred. The product of the axes must be the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # their product is the nu
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """The size of every mesh axis, with -1 replaced."""
+    """The size of every mesh axis. No size is -1."""
 
     dp_replicate: int
     dp_shard: int
@@ -25,7 +25,7 @@ class MeshSizes:
 
     @property
     def world(self) -> int:
-        """The number of ranks of the whole mesh."""
+        """The number of ranks of the complete mesh."""
         return math.prod(self.all)
 
     @property
@@ -35,7 +35,7 @@ class MeshSizes:
 
     @property
     def named(self) -> dict[str, int]:
-        """Axis -> size: dp_replicate and dp_shard always, the others if they have several ranks."""
+        """Axis -> size. Contains dp_replicate and dp_shard, and every other axis with more than one rank."""
         axes = {**dict(zip(AXES, self.all, strict=True)), "ep": self.ep}
         return {axis: size for axis, size in axes.items() if size > 1 or axis.startswith("dp")}
 
@@ -46,20 +46,20 @@ class MeshSizes:
 
 
 def fewest_ranks(mesh: MeshConfig) -> int:
-    """The smallest number of ranks for a mesh: the product of its axes, with 1 for -1; dp_shard=-1 becomes so large
+    """The smallest number of ranks for a mesh: the product of its axes, with 1 for -1. dp_shard=-1 becomes large enough
     that ep divides the shards."""
     fixed = _product({axis: getattr(mesh, axis) for axis in AXES})
     return fixed * (mesh.ep // math.gcd(mesh.ep, mesh.cp) if mesh.dp_shard == -1 and mesh.cp > 0 else 1)
 
 
 def resolve_mesh(mesh: MeshConfig, world: int, option: str = "--nproc") -> MeshSizes:
-    """The sizes of `mesh` on `world` ranks. Raises UserError unless their product can be `world`, and ep divides the
-    shards."""
+    """The sizes of `mesh` on `world` ranks. Raises UserError if no inferred size makes their product `world`, or if ep
+    does not divide the shards."""
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     inferred = [axis for axis, size in sizes.items() if size == -1]
     if len(inferred) > 1:
         names = " and ".join(f"mesh.{axis}" for axis in inferred)
-        raise UserError(f"{names} are both -1: only one axis can be inferred; set mesh.{inferred[0]}=1.")
+        raise UserError(f"{names} are both -1, but weft can infer only one axis: set mesh.{inferred[0]}=1.")
     fixed = _product(sizes)
     if inferred and world % fixed == 0:
         sizes[inferred[0]] = world // fixed
@@ -76,8 +76,8 @@ def resolve_mesh(mesh: MeshConfig, world: int, option: str = "--nproc") -> MeshS
 
 
 def check_reshard(config: Any, sizes: MeshSizes) -> None:
-    """Raise UserError unless integers in fsdp.reshard_after_forward and fsdp.overrides divide the shards into smaller
-    groups."""
+    """Raise UserError if an integer in fsdp.reshard_after_forward or fsdp.overrides does not divide the number of
+    shards into smaller groups."""
     _check_group("fsdp.reshard_after_forward", config.fsdp.reshard_after_forward, ("true", "false"), sizes)
     for pattern, group in config.fsdp.overrides.items():
         _check_group(f"fsdp.overrides: {pattern}", group, ("full", "replicate"), sizes)
@@ -95,10 +95,10 @@ def _check_group(key: str, group: str | int, alternatives: tuple[str, str], size
 def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig, list[str]]:
     """A mesh for `weft verify` on a machine that is smaller than the config's mesh.
 
-    machine: number of its accelerators, or cores. share: whether several ranks may share one, as CPU ranks do. An axis
-    larger than the machine becomes 2; so does every larger axis if the product does not fit and ranks do not share. -1
-    becomes the rest of the machine, at least 2 if ranks share. Returns the mesh, with all sizes fixed, and a sentence
-    for each axis that shrank.
+    machine: number of its accelerators, or cores. share: whether several ranks may share a device, as CPU ranks share
+    cores. An axis larger than the machine becomes 2. If the product still does not fit and ranks do not share devices,
+    every axis larger than 2 becomes 2. -1 becomes the remaining number of devices, at least 2 if ranks share them.
+    Returns the mesh with fixed sizes, and a sentence for each axis that shrank.
     """
     sizes: dict[str, int] = {axis: getattr(mesh, axis) for axis in AXES}
     shrunk: dict[str, Any] = {axis: min(size, 2) if size > machine else size for axis, size in sizes.items()}
@@ -108,7 +108,7 @@ def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig
     free = [axis for axis, size in sizes.items() if size == -1]
     shrunk |= {axis: remaining if axis == free[-1] else 1 for axis in free}
     notes = [
-        f"mesh.{axis} = {sizes[axis]} is more than this machine has ({machine}); verified with {shrunk[axis]}"
+        f"mesh.{axis} = {sizes[axis]} is more than this machine has ({machine}); weft verifies with {shrunk[axis]}"
         for axis in AXES
         if sizes[axis] > shrunk[axis]
     ]
@@ -116,7 +116,9 @@ def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig
     shards = shrunk["dp_shard"] * shrunk["cp"]
     ep = max(n for n in range(1, mesh.ep + 1) if shards % n == 0)
     if ep < mesh.ep:
-        notes.append(f"mesh.ep = {mesh.ep} does not divide mesh.dp_shard x mesh.cp = {shards} here; verified with {ep}")
+        notes.append(
+            f"mesh.ep = {mesh.ep} does not divide mesh.dp_shard x mesh.cp = {shards} here; weft verifies with {ep}"
+        )
     return replace(mesh, **shrunk, ep=ep, ulysses=ulysses), notes
 
 
@@ -132,8 +134,8 @@ def _product_message(sizes: dict[str, int], fixed: int, world: int, option: str)
         axes = " x ".join(f"mesh.{axis}" for axis, size in sizes.items() if size != -1)
         return (
             f"{product} = {values}: {world} ranks are not a multiple of {axes} = {fixed}; "
-            f"set it to a divisor of {world}, or take a multiple of {fixed} ranks ({option})."
+            f"set it to a divisor of {world}, or start a multiple of {fixed} ranks ({option})."
         )
     quotient = fixed // sizes["dp_shard"]
     fits = f" or set mesh.dp_shard={world // quotient}" if world % quotient == 0 else ""
-    return f"{product} = {values} = {fixed}, but there are {world} ranks: take {fixed} ranks ({option} {fixed}){fits}."
+    return f"{product} = {values} = {fixed}, but there are {world} ranks: start {fixed} ranks ({option} {fixed}){fits}."

@@ -1,4 +1,4 @@
-"""The losses of `weft dpo`: what the config has to know of each. A new one is a function in
+"""Facts about the losses of `weft dpo` that the config needs. To add a loss, add a function in
 weft/engine/losses/preference/formulas.py, and a line here. Imports no torch."""
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossFacts:
-    """reference: whether it reads a reference model. paired: whether it compares the two answers of a pair, else it
-    reads answers one by one. whole_step: whether an answer's gradient depends on more than its own pair, so that all
-    answers of the step are read first. margin: whether it subtracts the column `margin`. smoothing: whether it reads
-    preference.label_smoothing. tail: whether preference.ld_alpha has a meaning: the loss is of sums over tokens.
-    source: of the formula."""
+    """reference: whether the loss reads a reference model. paired: whether it compares the two answers of a pair;
+    otherwise it reads single answers. whole_step: whether an answer's gradient depends on other pairs, so that weft
+    computes all answers of the step first. margin: whether the loss subtracts the column `margin`. smoothing: whether
+    it reads preference.label_smoothing. tail: whether preference.ld_alpha has an effect, because the loss reads sums
+    over tokens. source: of the formula."""
 
     source: str
     reference: bool = True
@@ -45,7 +45,7 @@ LOSSES: dict[str, LossFacts] = {
     "kto": LossFacts("KTO, arXiv:2402.01306, equation 8", paired=False, tail=False),
     "apo_zero_unpaired": LossFacts("APO, arXiv:2408.06266, equation 7, answer by answer", paired=False, tail=False),
 }
-# A function of the user's: nothing is known of it, so the whole step is read first.
+# A user's function: nothing is known about it, so weft computes all answers of the step first.
 OF_USER = LossFacts("", whole_step=True, margin=True, smoothing=True)
 
 

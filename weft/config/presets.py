@@ -1,6 +1,6 @@
-"""The defaults that rl.preset and lora set for keys that the user has not set. Imports no torch.
+"""The defaults that rl.preset and lora set for other keys. Imports no torch.
 
-The presets of rl.algorithm stand with the algorithms (weft/rl/algorithms).
+The presets of rl.algorithm are in the files of the algorithms (weft/rl/algorithms).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 from weft.config.keys import get, schema_keys
 
-# Command -> key -> its default where lora is on. Adapters learn best at about ten times the rate of all weights, in
-# fine-tuning and in reinforcement learning alike (Schulman et al. 2025, "LoRA Without Regret").
+# Command -> key -> its default with lora. Adapters learn best at about ten times the learning rate of full training,
+# both in fine-tuning and in reinforcement learning (Schulman et al. 2025, "LoRA Without Regret").
 ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {"optimizer.lr": 1.0e-4, "optimizer.weight_decay": 0.0},
     "distill": {"optimizer.lr": 1.0e-4, "optimizer.weight_decay": 0.0},
@@ -56,7 +56,7 @@ def _but(common: dict[str, Any], *without: str, **changes: Any) -> dict[str, Any
 
 # trainer -> algorithm -> key of `rl` -> the trainer's default. TRL: GRPOConfig (loss_type dapo,
 # vllm_importance_sampling_mode sequence_mask at 3) and RLOOConfig; verl: actor.yaml and core_algos.py; NeMo RL:
-# grpo_math_1B.yaml. No trainer has defaults for the bounds of gspo and cispo; those of the papers stay.
+# grpo_math_1B.yaml. No trainer has its own defaults for the bounds of gspo and cispo, so the papers' bounds apply.
 LIKE: dict[str, dict[str, dict[str, Any]]] = {
     "trl": {
         "grpo": _TRL,
@@ -93,7 +93,7 @@ LIKE: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def default_of_command(config: Any, name: str) -> str:
-    """Whose default the value of a key is, as in "weft rl" or "weft sft with lora"; "" if it is not the default."""
+    """The source of a default value, such as "weft rl" or "weft sft with lora"; "" if the value is not the default."""
     command = config.command
     adapted = ADAPTER_DEFAULTS[command] if config.lora.on else {}
     if get(config, name) != adapted.get(name, schema_keys(type(config))[name].default):

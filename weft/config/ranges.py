@@ -1,4 +1,4 @@
-"""Ranges of values, which keys name in the schema: `key("...", 1, within=AT_LEAST_1)`."""
+"""Ranges of values. Keys name them in the schema: `key("...", 1, within=AT_LEAST_1)`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """The values that a key may have. words: what a value must be, as in "it must be 1 or more"."""
+    """The permitted values of a key. words: a description that completes "it must be ...", such as "1 or more"."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
 def up_to(maximum: int) -> Range:
-    """A bound above what any run has: beyond it, a start would compute for minutes or fill the memory, in silence."""
+    """An upper bound larger than any real run needs. Beyond it, a start would compute for minutes or exhaust memory."""
     return Range(lambda v: 1 <= v <= maximum, f"1 to {maximum:,}")
 
 
-MOST_DOCUMENTS = 1_000_000  # of a step; a plan of as many takes ten seconds
+MOST_DOCUMENTS = 1_000_000  # of a step; planning so many takes ten seconds
 
 POSITIVE = Range(lambda v: v > 0, "above 0")
 NOT_NEGATIVE = Range(lambda v: v >= 0, "0 or more")
@@ -31,7 +31,7 @@ BELOW_1 = Range(lambda v: 0 <= v < 1, "0 or more and below 1")
 UP_TO_1 = Range(lambda v: 0 < v <= 1, "above 0 and at most 1")
 AXIS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1 for as many as the ranks allow")
 INSIDE_0_1 = Range(lambda v: 0 < v < 1, "above 0 and below 1")
-PROCESSES = up_to(4_096)  # on a host
+PROCESSES = up_to(4_096)  # on one host
 RANKS = up_to(1_000_000)
 ENGINE_COUNTS = Range(
     lambda v: not v or (set(v) == {"min", "max"} and 1 <= v["min"] <= v["max"] <= 4_096),
@@ -56,10 +56,10 @@ PIXEL_LIMITS = Range(
         and all(pixels >= 1 for pixels in v.values())
         and v.get("min", 0) <= v.get("max", math.inf)
     ),
-    "{min: PIXELS, max: PIXELS}, or one of both: numbers from 1, the first not above the second",
+    "{min: PIXELS, max: PIXELS}, or one of both: numbers from 1, min not above max",
 )
 
-# Arguments of a chat template that weft itself passes.
+# Arguments of a chat template that weft sets.
 RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 TEMPLATE_KWARGS = Range(
     lambda v: not set(v) & set(RESERVED_KWARGS), f"without {', '.join(RESERVED_KWARGS)}, which come from the data"
@@ -77,5 +77,5 @@ def _limits_videos(limits: Mapping[str, float]) -> bool:
 VIDEO_LIMITS = Range(
     _limits_videos,
     "{fps: ..., min_frames: ..., max_frames: ..., min_pixels: ..., max_pixels: ...}, or some of these: above 0, "
-    "whole numbers but for fps, no least above its most",
+    "whole numbers (fps may be a fraction), no minimum above its maximum",
 )

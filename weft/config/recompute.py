@@ -1,4 +1,4 @@
-"""What backward runs again, and what it takes from forward instead: the values of model.recompute."""
+"""The values of model.recompute: which results backward recomputes, and which results forward stores for it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ KINDS: tuple[Kind, ...] = ("attention", "collectives", "matmuls")
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Which layers backward runs again, and what they take from their forward instead of computing it.
+    """The layers that backward recomputes, and the results of their forward that are stored instead.
 
-    keep: `attention`, the results of attention kernels; `collectives`, the results of exchanges over tp, cp and ep;
-    `matmuls`, every second product with a weight. every: one layer in so many is run again, the first one included; the
-    others store everything.
+    keep: `attention`, the results of attention kernels; `collectives`, the results of collectives over tp, cp and ep;
+    `matmuls`, every second matmul with a weight. every: backward recomputes every n-th layer, starting with the first;
+    the other layers store everything.
     """
 
     keep: tuple[Kind, ...] = ()
     every: int = 1
 
     def covers(self, layer: int) -> bool:
-        """Whether backward runs this decoder layer again."""
+        """Whether backward recomputes this decoder layer."""
         return layer % self.every == 0
 
     @property
     def keeps_operations(self) -> bool:
-        """Whether results of single operations are kept, which compiled layers do not have."""
+        """Whether results of single operations are stored, which compiled layers do not support."""
         return bool({"attention", "matmuls"} & {*self.keep})
 
     def repeated(self, kind: Kind) -> float:
-        """The share of forward's work of this kind that backward does again."""
+        """The share of forward's work of this kind that backward recomputes."""
         kept = {"attention": 1.0, "collectives": 1.0, "matmuls": 0.5}[kind] if kind in self.keep else 0.0
         return (1.0 - kept) / self.every
 
     def __str__(self) -> str:
-        """The value of model.recompute that chooses it, in YAML."""
+        """The value of model.recompute for this policy, in YAML."""
         if self == FULL:
             return "full"
         if self == SELECTIVE:
@@ -52,13 +52,14 @@ SELECTIVE = RecomputePolicy(KINDS)
 RecomputeSetting = Literal["none", "full", "selective", "auto"] | RecomputePolicy
 Offload = Literal["off", "inputs", "kept"]
 TileSetting = Literal["auto", "off"] | int
-AUTO_TILE = 16_384  # tokens of a tile under model.tiled_mlp=auto, for rows that have at least _AUTO_TILES
+AUTO_TILE = 16_384  # tokens of a tile with model.tiled_mlp=auto, for rows that have at least _AUTO_TILES tiles
 _AUTO_TILES = 4
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What a run stores for backward, and where. tile: tokens for which an MLP runs at a time; None for all."""
+    """The activations that a run stores for backward, and their location. tile: number of tokens that an MLP computes
+    at a time; None for all."""
 
     recompute: RecomputePolicy | None
     offload: Offload = "off"
@@ -66,7 +67,7 @@ class Activations:
 
     @staticmethod
     def of(config: Any) -> Activations:
-        """As the sections `model`, `lora` and `step` of a config say."""
+        """The values of the sections `model`, `lora` and `step` of a config."""
         model, policy = config.model, policy_of(config.model.recompute)
         tile = None if isinstance(model.tiled_mlp, str) else model.tiled_mlp
         if (
@@ -81,7 +82,7 @@ class Activations:
 
     @property
     def hosted_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of results that go to the host, beside layers' inputs."""
+        """The kinds of results that are copied to the host, in addition to layers' inputs."""
         return self.recompute.keep if self.offload == "kept" and self.recompute is not None else ()
 
 
@@ -89,13 +90,13 @@ STORE_ALL = Activations(None)
 
 
 def policy_of(setting: RecomputeSetting) -> RecomputePolicy | None:
-    """The policy that a value of model.recompute chooses; None: nothing is run again. Raises UserError for `auto`,
-    which is resolved before."""
+    """The policy of a value of model.recompute; None if backward recomputes nothing. Raises UserError for `auto`, which
+    must be resolved before."""
     if isinstance(setting, RecomputePolicy):
         return setting
     if setting == "auto":
         raise UserError(
-            "model.recompute=auto is chosen at the start of weft sft, dpo, reward and distill, and by weft plan: set "
-            "model.recompute to none, selective or full here."
+            "model.recompute=auto is resolved at the start of weft sft, dpo, reward and distill, and by weft plan. "
+            "Here set model.recompute to none, selective or full."
         )
     return {"none": None, "full": FULL, "selective": SELECTIVE}[setting]

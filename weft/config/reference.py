@@ -1,5 +1,5 @@
-"""What is made from the schema for readers: docs/reference/config.md (`python -m weft.config.reference >
-docs/reference/config.md`), the answers of `weft keys`, and the config that `weft init` writes."""
+"""Text generated from the schema: docs/reference/config.md (`python -m weft.config.reference >
+docs/reference/config.md`), the output of `weft keys`, and the config that `weft init` writes."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def reference() -> str:
 
 
 def _tables(config: type[SftConfig] | type[RlConfig], section_types: Mapping[str, type]) -> Iterator[str]:
-    """One table for each of these sections of a config. Of a section that `weft sft` has with other defaults, only the
-    keys whose defaults differ."""
+    """One table for each section in section_types. If `weft sft` has the section with other defaults, the table has
+    only the keys with different defaults."""
     for section, kind in section_types.items():
         keys = [key for key in schema_keys(config).values() if key.name.startswith(section + ".")]
         base = sections(SftConfig).get(section, kind)
@@ -106,7 +106,7 @@ def _row(key: Key, adapted: Mapping[str, Any]) -> str:
 
 
 def _kind(key: Key) -> str:
-    """`an integer; 1 or more`."""
+    """The type and range of a key, such as `an integer; 1 or more`."""
     return describe(key.type) + (f"; {key.within.words}" if key.within else "")
 
 
@@ -116,15 +116,16 @@ _WIDTH = 96
 
 
 def find_keys(words: Sequence[str]) -> list[str]:
-    """The lines of `weft keys WORDS`: keys whose name holds every word, else those whose help does, and what other
-    trainers' names with these words are here. Without words: every key and its default. Raises UserError for words
-    that nothing has."""
+    """The lines of `weft keys WORDS`: the keys with all words in their name, otherwise the keys with all words in their
+    help text; then other trainers' names with these words, and weft's keys for them. Without words: every key and its
+    default. Raises UserError if nothing contains the words."""
     search_words = [word.lower().lstrip("-").partition("=")[0] for word in words]
     if not search_words:
         lines = [f"{key.name:<34} {_default(key)}" for key in _all_keys()]
         return [
             *lines,
-            "\nweft keys WORD describes the keys with this word in their name, meaning or another trainer's name.",
+            "\nweft keys WORD describes the keys that have WORD in their name, their meaning or another trainer's "
+            "name.",
         ]
     named = [key for key in _all_keys() if all(word in key.name.lower() for word in search_words)]
     exact = [key for key in named if key.name in search_words]
@@ -134,7 +135,7 @@ def find_keys(words: Sequence[str]) -> list[str]:
     if not named and not matching and not foreign:
         spellings = [key.name for key in _all_keys()] + [key.leaf for key in _all_keys()]
         close = difflib.get_close_matches(".".join(search_words), spellings, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(dict.fromkeys(close))}?" if close else " `weft keys` lists all."
+        hint = f" Did you mean {' or '.join(dict.fromkeys(close))}?" if close else " `weft keys` lists all keys."
         raise UserError(f"weft keys: no key has {' and '.join(search_words)} in its name or meaning.{hint}")
     lines = [line for key in named or matching for line in _described(key)]
     if named and not exact and len(matching) > len(named):
@@ -156,12 +157,12 @@ def find_keys(words: Sequence[str]) -> list[str]:
 
 
 def _all_keys() -> list[Key]:
-    """The keys of all commands; of one that several have, the first's of commands.SCHEMAS."""
+    """The keys of all commands. If several commands have a key, the first command of commands.SCHEMAS defines it."""
     return list({name: key for s in reversed(SCHEMAS.values()) for name, key in schema_keys(s).items()}.values())
 
 
 def _default(key: Key) -> str:
-    """The default of a key, and those of other commands where they differ."""
+    """The default of a key, and the different defaults of other commands."""
     defaults: dict[str, str] = {}
     for command, schema in SCHEMAS.items():
         command_key = schema_keys(schema).get(key.name)
@@ -176,7 +177,7 @@ def _default(key: Key) -> str:
 
 
 def _described(key: Key) -> list[str]:
-    """A key in full: its name, type, range and default, and its meaning below."""
+    """The full description of a key: name, type, range and default, and below them its meaning."""
     default = _default(key)
     head = f"{key.name}  {_kind(key)}" + (", required" if key.required else f"; default {default}")
     return [
@@ -186,7 +187,7 @@ def _described(key: Key) -> list[str]:
 
 
 def _foreign(search_words: Sequence[str]) -> dict[str, str]:
-    """Names of other trainers that hold every word -> the answer to them."""
+    """Names of other trainers that contain every word -> the advice for them."""
     by_answer: dict[str, list[str]] = {}
     for table in (TABLES.names, TABLES.rl_names):
         for name, answer in table.items():
@@ -198,7 +199,8 @@ def _foreign(search_words: Sequence[str]) -> dict[str, str]:
 
 # ---------------------------------------------------------------- weft init
 
-# What a first config sets, and what it shows behind a `#`, in this order. A value stands for the schema's default.
+# The keys that a first config sets, and the keys that it shows in comments, in this order. A value replaces the
+# default.
 _FIRST: dict[str, dict[str, Any]] = {
     "dpo": {
         "model.path": "Qwen/Qwen3-0.6B", "data.path": "preferences.jsonl", "step.documents": 32, "train.epochs": 1,
@@ -252,40 +254,40 @@ _EXAMPLES: dict[str, Any] = {
     "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
 }  # fmt: skip
 
-# What a first config says of keys whose help is long.
+# Comments in a first config for keys with a long help text.
 _COMMENTS = {
     "model.path": "a HuggingFace model: a directory, or a hub id",
     "data.path": "rows of messages, of prompt and completion, or of text: JSONL, CSV, Parquet, a hub dataset",
-    "data.columns": "which of weft's columns lies where in your rows",
-    "data.long_documents": "error, truncate or drop: what to do with documents over data.max_length",
-    "data.train_on": "answers, last or all: what the loss falls on",
-    "mesh.tp": "ranks that divide each layer (tensor parallelism)",
+    "data.columns": "maps weft's columns to the columns of your rows",
+    "data.long_documents": "error, truncate or drop: how to handle documents longer than data.max_length",
+    "data.train_on": "answers, last or all: the trained tokens",
+    "mesh.tp": "ranks that split each layer (tensor parallelism)",
     "mesh.cp": "ranks that share documents longer than step.max_tokens_per_device (context parallelism)",
-    "mesh.dp_shard": "ranks that parameters are sharded over (FSDP2); left out: all",
+    "mesh.dp_shard": "ranks over which parameters are sharded (FSDP2); without this line: all",
     "model.recompute": "less memory, about a third more compute",
-    "rl.reward": "built in: math, exact_match, regex, format, length; your own: my_rewards:is_right",
+    "rl.reward": "built-in: math, exact_match, regex, format, length; your function: my_rewards:is_right",
     "reward.loss": "bradley_terry (pairs), regression, classification, or process (a label per step)",
-    "rl.algorithm": "grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo or ppo, as in its paper",
-    "rl.chat": "prompts that are texts go through the chat template; false: they are continued as they stand",
+    "rl.algorithm": "grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo or ppo, with the values of its paper",
+    "rl.chat": "render prompts that are texts with the chat template; false: the policy continues the text",
     "rollout.engine": "embedded, hf, vllm or sglang",
-    "eval.share": "of the documents, held out and evaluated",
+    "eval.share": "share of the documents that is held out and evaluated",
     "lora.rank": "adapters instead of all weights; optimizer.lr is then 1e-4 (weft rl, dpo: 1e-5) unless it is set",
     "schedule.name": "constant, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt or wsd, after warm-up",
-    "step.max_tokens_per_device": "of one forward on one rank: lower it where memory is short",
-    "run.dir": "where the run writes; left out: runs/NAME-DATE",
+    "step.max_tokens_per_device": "tokens of one forward on one rank; lower it if memory runs out",
+    "run.dir": "the run folder; without this line: runs/NAME-DATE",
 }
-# Command -> key -> the comment in its first config, where that of all commands is not true.
+# Command -> key -> the comment in its first config, if the comment for all commands does not apply.
 _PAIR_COMMENTS = {
     "data.path": "rows of prompt, chosen and rejected, or of prompt, completion and label: JSONL, a hub dataset",
     "step.documents": "Pairs, or answers with a label, in an optimizer step, over all ranks",
-    "eval.share": "of the pairs or answers, held out and evaluated",
+    "eval.share": "share of the pairs or answers that is held out and evaluated",
 }
 _COMMENTS_OF = {"dpo": _PAIR_COMMENTS, "reward": _PAIR_COMMENTS}
 
 
 def starter(command: str, chosen: Mapping[str, Any]) -> str:
-    """A first config for a command, as YAML with a comment at each key. chosen: dotted key -> value that
-    replaces the one of this file, also of keys that it does not have."""
+    """A first config for a command, as YAML with a comment for each key. chosen: dotted key -> value, which replaces
+    the value in this file or adds the key."""
     keys = schema_keys(SCHEMAS[command])
     active = {name: _FIRST[command].get(name, keys[name].default) for name in _SET[command].split()}
     if command == "rl" and "rl.reward" not in chosen:
@@ -294,8 +296,8 @@ def starter(command: str, chosen: Mapping[str, Any]) -> str:
     shown = {name: _EXAMPLES[name] for name in _SHOWN[command].split() if name not in active}
     comments = _COMMENTS | _COMMENTS_OF.get(command, {})
     lines = [
-        f"# A config of `weft {command}`. Look at it: weft {command} THIS --dry-run; run it: weft {command} THIS",
-        "# Every key has a default: what is behind a # is an example. `weft keys WORD` tells more of a key.",
+        f"# A config of `weft {command}`. Check it: weft {command} THIS --dry-run; run it: weft {command} THIS",
+        "# Every key has a default. Lines behind a # are examples. `weft keys WORD` describes keys in full.",
     ]
     for section in sections(SCHEMAS[command]):
         set_here = {name: value for name, value in active.items() if name.startswith(f"{section}.")}
@@ -310,13 +312,13 @@ def starter(command: str, chosen: Mapping[str, Any]) -> str:
 
 
 def _line(key: Key, value: Any, indent: str, comments: Mapping[str, str]) -> str:
-    """`  lr: 1e-05  # peak learning rate`."""
+    """A line of YAML such as `  lr: 1e-05  # peak learning rate`."""
     text = f"{indent}{key.leaf}: {written(list(value) if isinstance(value, tuple) else value)}"
     return f"{text:<44}  # {comments.get(key.name) or _beginning(key.help)}"
 
 
 def _beginning(text: str) -> str:
-    """A help text up to the first stop outside of brackets."""
+    """A help text up to the first full stop outside of brackets."""
     stop = re.match(r"(?:\([^)]*\)|[^(.;:]|[.;:](?! |$))+", text)
     return text if stop is None else stop[0]
 

@@ -1,4 +1,4 @@
-"""Renders a config as plain data and as YAML, from which load_config makes the same config again."""
+"""Renders a config as plain data and as YAML. load_config reads the same config from this YAML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.config.yaml12 import Dumper
 
 
 def to_dict(config: Any) -> dict[str, dict[str, Any]]:
-    """section -> key -> value, for JSON or YAML. Keys that have no effect in this config are left out."""
+    """section -> key -> value, for JSON or YAML. Keys that have no effect in this config are omitted."""
     rendered: dict[str, dict[str, Any]] = {}
     unread = inert_keys(config)
     for name in schema_keys(type(config)):
@@ -26,8 +26,8 @@ def to_dict(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as plain lists and mappings. Records (a source, a group) keep the fields that differ from their defaults;
-    local copies become their URLs."""
+    """A value as plain lists and mappings. Records (a source, a group) contain only the fields that differ from their
+    defaults. A local copy becomes its URL."""
     if isinstance(value, str):
         return named(value)
     if is_dataclass(value):

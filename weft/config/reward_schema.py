@@ -12,7 +12,7 @@ from weft.config.schema import LabelKind, SftConfig, UndecayedOptimizerConfig
 
 
 def _only(*losses: str) -> Unread:
-    """The key is read by these losses alone."""
+    """Only these losses read the key."""
     return Unread(lambda c: c.reward.loss not in losses, f"only reward.loss={'|'.join(losses)} reads it")
 
 
@@ -46,7 +46,7 @@ class RewardLossConfig:
 
     @property
     def labels(self) -> int:
-        """Numbers that the head gives."""
+        """The number of outputs of the head for each token."""
         return {"classification": self.num_labels, "process": 2}.get(self.loss, 1)
 
 

@@ -46,7 +46,7 @@ from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES, UNUSABLE, n
 if TYPE_CHECKING:
     AlgorithmName = str
 else:
-    AlgorithmName = Literal[tuple({**ALGORITHMS, **UNUSABLE})]  # the config says why a name cannot be used
+    AlgorithmName = Literal[tuple({**ALGORITHMS, **UNUSABLE})]  # checks explain why a name in UNUSABLE cannot be used
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -165,7 +165,7 @@ class RlAlgorithm:
     epochs: int = key("Number of passes over a rollout step's samples.", 1, within=AT_LEAST_1)
     advantage: str = key(
         f"How a reward becomes the advantages of its sample's tokens: {_listed(ADVANTAGES)} "
-        "(docs/reference/algorithms.md has the formulas), or a function of your own, as in my_rl:advantage.",
+        "(docs/reference/algorithms.md has the formulas), or your function, as in my_rl:advantage.",
         "grpo",
     )
     advantage_norm: Literal["group", "batch", "none"] = key(
@@ -180,7 +180,7 @@ class RlAlgorithm:
     )
     policy_loss: str = key(
         f"The loss of a token: {_listed(TOKEN_LOSSES)} (docs/reference/algorithms.md has the formulas), or a function "
-        "of your own, as in my_rl:loss.",
+        "of yours, as in my_rl:loss.",
         "ppo",
     )
     clip: tuple[float, float] = key(
@@ -374,7 +374,7 @@ class RolloutConfig:
     temperature: float = key(
         "Divisor of the logits, in sampling and in training.",
         1.0,
-        within=Range(lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
+        within=Range(lambda v: v > 0, "above 0 (greedy samples of a group would all be equal)"),
     )
     top_p: float = key("Sample from the most likely tokens with this total probability; 1: all.", 1.0, within=UP_TO_1)
     top_k: int = key("Sample from this many most likely tokens; 0: all.", 0, within=NOT_NEGATIVE)
@@ -517,7 +517,7 @@ class RolloutConfig:
 
     @property
     def count(self) -> int:
-        """The number of engines with processes of their own, once cluster.placement is settled."""
+        """The number of engines in separate processes, after cluster.placement is resolved."""
         return self.num_engines or 1
 
 
@@ -754,7 +754,7 @@ class RlEvalConfig:
     temperature: float = key(
         "Temperature of these samples (eval.samples).",
         1.0,
-        within=Range(lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
+        within=Range(lambda v: v > 0, "above 0 (weft always adds one greedy answer)"),
         unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
     )
     top_p: float = key(
@@ -823,8 +823,8 @@ def reward_models(paths: Sequence[str]) -> dict[str, str]:
 
 
 def reward_names(paths: Sequence[str]) -> list[str]:
-    """The names of rl.reward in metrics and other keys: the function's name, or the whole path if two share it; the
-    first model is `reward_model`, the second `reward_model_2`."""
+    """The names of rl.reward in metrics and other keys: the function's name, or the whole path if two paths have the
+    same name. The first model is `reward_model`, the second `reward_model_2`."""
     roles = iter(reward_models(paths))
     short = [next(roles) if path.startswith(REWARD_MODEL) else re.split(r"[.:]", path)[-1] for path in paths]
     return [path if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]

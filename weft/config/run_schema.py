@@ -1,4 +1,4 @@
-"""Keys of trackers, profiles and the run's folder. See schema.py."""
+"""The keys of trackers, profiles and the run folder. See schema.py."""
 
 from __future__ import annotations
 

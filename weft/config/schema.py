@@ -1,7 +1,7 @@
 """Every key that weft accepts, with its type, default and meaning. Imports no torch.
 
-A key is here only if something reads it: tests/config/test_every_key_has_an_effect.py holds a test for each.
-`help` texts and docstrings of sections become docs/reference/config.md.
+A key is here only if code reads it: tests/config/test_every_key_has_an_effect.py has a test for each.
+The help texts, and the docstrings of sections, become docs/reference/config.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weft.config.recompute import Offload, RecomputeSetting, TileSetting
 from weft.config.run_schema import ProfileConfig, RunConfig, TrackConfig
 from weft.config.sources import HUB_NAME, is_hub_name
 
-LabelKind = Literal["", "number", "class", "steps"]  # of the rows of a reward model
+LabelKind = Literal["", "number", "class", "steps"]  # the labels in rows for a reward model
 
 
 @with_former_names
@@ -432,7 +432,7 @@ class DataConfig:
     )
 
 
-# Values of lora.init with which adapters begin with a part of the base.
+# Values of lora.init that initialise adapters with a part of the base.
 MOVES_BASE = ("pissa", "pissa_niter_16", "olora")
 
 
@@ -979,15 +979,15 @@ class SftConfig:
 
     @property
     def reads_preferences(self) -> bool:
-        """Whether rows of the data are of preferences (weft/data/preferences.py), not documents."""
+        """Whether the rows of the data are preferences (weft/data/preferences.py), not documents."""
         return False
 
     @property
     def tail_weight(self) -> float | None:
-        """Of preferences, the loss weight of an answer's tokens beyond the length of the shorter of its pair."""
+        """For preferences: the loss weight of tokens beyond the length of the shorter answer of the pair."""
         return None
 
     @property
     def row_options(self) -> dict[str, Any]:
-        """What rows hold that are no plain documents: fields of weft/data/records.py:ParseOptions."""
+        """Fields of weft/data/records.py:ParseOptions for rows that are not plain documents."""
         return {"preferences": self.reads_preferences}

@@ -1,4 +1,4 @@
-"""Messages about unknown keys: all of a file at once, grouped by advice."""
+"""Messages about unknown keys: all unknown keys of a file together, grouped by advice."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PLURALS = (
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """An unknown key or section. name: dotted. location: the place in which it was written. answer: the advice.
-    foreign: whether it is a name of another trainer."""
+    """An unknown key or section. name: dotted. location: its position in a file. answer: the advice. foreign: whether
+    it is a name of another trainer."""
 
     name: str
     location: str
@@ -36,7 +36,7 @@ class Unknown:
 
 
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
-    """The unknown keys in `name`, a key or section that the schema does not have."""
+    """The unknown keys in `name`, a key or section that is not in the schema."""
     section = name.partition(".")[0]
     owners = [command for command, owner in SCHEMAS.items() if section in sections(owner)]
     if owners and section not in sections(schema):
@@ -46,7 +46,7 @@ def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     advice = advice_for(name, reinforcement="rl" in sections(schema))
     of_section = [key for key in schema_keys(schema) if key.startswith(f"{section}.")]
     if entry_of(name) == f"{section}.*" and difflib.get_close_matches(name, of_section, n=1, cutoff=0.9):
-        advice = None  # a misspelt key of weft; the advice is on a whole section of another trainer
+        advice = None  # a misspelt key of weft; the advice applies to a section of another trainer
     message = f"is not a key of weft: {advice or _nearest(name, schema)}"
     if node.is_section and node.value and not _is_typo(name, node, schema):
         inside = [key for leaf, child in node.value.items() for key in unknown_keys(f"{name}.{leaf}", child, schema)]
@@ -56,7 +56,7 @@ def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
 
 
 def messages(unknown: Sequence[Unknown]) -> list[str]:
-    """One line per advice, in the order of the file, with all the keys that it is about."""
+    """One line per advice, in the order of the file, with all keys to which it applies."""
     by_answer: dict[str, list[Unknown]] = {}
     for key in unknown:
         by_answer.setdefault(key.answer, []).append(key)
@@ -64,15 +64,15 @@ def messages(unknown: Sequence[Unknown]) -> list[str]:
 
 
 def foreign_config(unknown: Sequence[Unknown], settings: Mapping[str, Any], schema: type) -> tuple[list[str], str, str]:
-    """(The lines on unknown keys, what to say before them, what to say after them). If the keys are those of another
-    trainer, the config may be of a kind that weft does not have, or not in this command: then that is all there is to
-    say. settings: all names of the config with their values."""
+    """(The lines about unknown keys, the text before them, the text after them). If the keys are another trainer's,
+    weft may not support this kind of config, or only in another command; then the lines contain only this. settings:
+    all names in the config with their values."""
     trainer = likely_trainer(key.name for key in unknown if key.foreign)
     if trainer is None:
         return messages(unknown), "", ""
     task = task_of(trainer, settings)
     places = unknown[0].location.rpartition(":")[0] or unknown[0].location
-    page = f"docs/coming-from/{trainer.name}.md has all of them side by side."
+    page = f"docs/coming-from/{trainer.name}.md lists all of them with weft's keys."
     drafted = (
         f"These look like keys of {trainer.title}: weft migrate FILE makes a draft of a weft config from them, and "
     )
@@ -106,13 +106,14 @@ def _all_of(names: list[str]) -> str:
 
 
 def _is_typo(name: str, node: Node, schema: type) -> bool:
-    """Whether this is a misspelt section of weft, in which all keys are that section's."""
+    """Whether this is a misspelt section of weft: all its keys are keys of that section."""
     near = difflib.get_close_matches(name, sections(schema), n=1, cutoff=0.75)
     return bool(near) and all(f"{near[0]}.{leaf}" in schema_keys(schema) for leaf in node.value)
 
 
 def _nearest(name: str, schema: type) -> str:
-    """The nearest known keys: the same leaf elsewhere, else names spelled alike, else all keys of the section."""
+    """Advice with the nearest known keys: a key of the same name in another section, otherwise similar names, otherwise
+    all keys of the section."""
     keys = schema_keys(schema)
     section, _, leaf = name.rpartition(".")
     candidates = [key.name for key in keys.values() if key.leaf == leaf]

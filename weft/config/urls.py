@@ -1,4 +1,4 @@
-"""URLs of object stores, as fsspec writes them (s3://bucket/x): recognising them, and whether their client is
+"""URLs of object stores in the syntax of fsspec (s3://bucket/x): whether a path is a URL, and whether its client is
 installed."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKAGES = {
 
 
 class LocalCopy(str):
-    """A local path that stands for a URL. remote: the URL, which configs and messages show."""
+    """The local path of a copy of a URL. remote: the URL, which configs and messages contain."""
 
     remote: str
 
@@ -35,7 +35,7 @@ class LocalCopy(str):
 
 
 def named(path: str) -> str:
-    """The user's name for a path: the URL of a local copy."""
+    """The name of a path for the user: for a local copy, its URL."""
     return path.remote if isinstance(path, LocalCopy) else path
 
 
@@ -45,7 +45,7 @@ def is_url(path: str | None) -> bool:
 
 
 def url_problem(key: str, url: str) -> str:
-    """The problem of a URL: no such protocol, or a package that is not installed; "" if there is none."""
+    """The problem of a URL, or "": an unknown protocol, or a package that is not installed."""
     match = _URL.match(url)
     assert match is not None
     protocol = match[1].lower()
@@ -58,8 +58,8 @@ def url_problem(key: str, url: str) -> str:
     from fsspec.registry import available_protocols, get_filesystem_class
 
     if protocol not in available_protocols():
-        stores = "s3://, gs://, az://, file:// and what else fsspec knows"
-        return f"{key} {url}: there is no protocol {protocol}:// in fsspec: weft takes {stores}, or a local path."
+        stores = "s3://, gs://, az://, file:// and other protocols of fsspec"
+        return f"{key} {url}: fsspec has no protocol {protocol}://: write a URL with {stores}, or a local path."
     try:
         get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
@@ -67,7 +67,7 @@ def url_problem(key: str, url: str) -> str:
     return ""
 
 
-# Keys whose path may be a URL, and lists of sources with such paths.
+# Keys with a path that may be a URL, and with lists of sources that have such paths.
 _PATHS = (
     "model.path", "lora.path", "data.path", "data.chat_template", "eval.path", "eval.prompts", "reference.path",
     "critic.path",
@@ -76,7 +76,7 @@ _SOURCES = ("data.sources", "eval.sources")
 
 
 def map_paths(config: Any, change: Callable[[str, str], str]) -> Any:
-    """The config with `change(key, path)` in place of each path that may be a URL, except run.dir."""
+    """The config with each path that may be a URL, except run.dir, replaced by `change(key, path)`."""
     for key in (*_PATHS, *_SOURCES):
         section, _, leaf = key.partition(".")
         part: Any = getattr(config, section, None)
@@ -92,7 +92,7 @@ def map_paths(config: Any, change: Callable[[str, str], str]) -> Any:
 
 
 def uses_stores(config: Any) -> bool:
-    """Whether a config names any URL."""
+    """Whether a config contains a URL."""
     paths = [config.run.dir] if config.run.dir is not None else []
 
     def note(key: str, path: str) -> str:

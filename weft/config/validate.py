@@ -21,17 +21,17 @@ _RULES: dict[type, Rules] = {
     SftConfig: SFT, DpoConfig: DPO, RewardConfig: REWARD, DistillConfig: DISTILL, RlConfig: RL,
 }  # fmt: skip
 _LARGEST = 2**31 - 1
-_OF_ANY_SIZE = ("train.seed", "data.max_row_bytes")  # the latter has a limit of its own
+_OF_ANY_SIZE = ("train.seed", "data.max_row_bytes")  # the latter has a separate limit
 
 
 def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
-    """The problems of a typed config, as messages. explicit: where each key that the user set was written."""
+    """The problems of a typed config, as messages. explicit: key -> its position in a file, for keys the user set."""
     location, rules = explicit or {}, rules_of(type(config))
     problems = _out_of_range(config, location)
     problems += _exclusive(config, location, rules)
     reported = {key for key, partner in rules.exclusive if key in location and partner in location}
     problems += [
-        f"{location[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
+        f"{location[rule.key]}: {rule.key} would have no effect: {rule.because}. Remove it, or set it to null."
         for rule in rules.inert
         if rule.key in location and rule.key not in reported and rule.when(config)
     ]
@@ -61,7 +61,7 @@ def _out_of_range(config: Any, location: Mapping[str, str]) -> list[str]:
 
 
 def _beyond_all(config: Any, location: Mapping[str, str]) -> Iterator[str]:
-    """Problems of numbers that are too large for libraries: counts and sizes, and timeouts."""
+    """Problems of numbers that are too large for libraries: counts, sizes and timeouts."""
     for name in schema_keys(type(config)):
         value = get(config, name)
         numbers = value if isinstance(value, tuple) else (value,)
@@ -76,13 +76,13 @@ def _exclusive(config: Any, location: Mapping[str, str], rules: Rules) -> list[s
         if key in location and partner in location:
             problems.append(
                 f"{key} ({location[key]}) and {partner} ({location[partner]}) are both set: "
-                f"{partner} replaces {key}; keep one, and set the other to null."
+                f"{partner} replaces {key}; set one of them to null."
             )
             continue
         nullable = type(None) in getattr(schema_keys(type(config))[key].type, "__args__", ())
         if nullable and (get(config, key) is None) == (get(config, partner) is None):
-            state = "neither is" if get(config, key) is None else "both are"
-            problems.append(f"of {key} and {partner} {state} set: set exactly one, the other null.")
+            state = "are both null" if get(config, key) is None else "are both set"
+            problems.append(f"{key} and {partner} {state}: set exactly one of them, and the other to null.")
     return problems
 
 

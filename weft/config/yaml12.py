@@ -1,7 +1,7 @@
 """YAML 1.2 with positions: `1e-5` is a number, `yes` and `on` are strings, a duplicate key is an error.
 
-PyYAML reads YAML 1.1, where `1e-5` is a string and `no` is false; both have cost people training runs. Its parser
-is kept, its implicit types are replaced by those of YAML 1.2's core schema.
+PyYAML reads YAML 1.1, where `1e-5` is a string and `no` is false. Both have spoiled training runs. This file uses
+PyYAML's parser, and replaces its implicit types by those of YAML 1.2's core schema.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import yaml
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 
-# A config that a person wrote has a few hundred values, nested a few levels. Larger ones are refused before they take
-# memory.
+# A config written by a person has a few hundred values, nested a few levels deep. Larger files are refused before they
+# exhaust memory.
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 64
 
 
-# First characters of texts that YAML does not take literally: quotes, blocks, tags, anchors.
+# First characters of texts that YAML does not read literally: quotes, blocks, tags, anchors.
 _MARKED = tuple("'\"|>!&")
 
 
 @dataclass(slots=True)
 class Node:
-    """A value with its place. value: a scalar, a list, or dict[str, Node] for a section. location: "sft.yaml:12" or
+    """A value with its position. value: a scalar, a list, or dict[str, Node] for a section. location: "sft.yaml:12" or
     "command line". raw: the text as typed, for values from the command line."""
 
     value: Any
@@ -62,12 +62,12 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """yaml.SafeDumper that quotes what `Loader` would not read back as a string."""
+    """yaml.SafeDumper that quotes strings which `Loader` would not read as strings."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as in Loader
 
     def ignore_aliases(self, data: Any) -> bool:
-        """True: a value that stands twice is written twice, and not as an anchor (`&id001`) and an alias."""
+        """True: a value that occurs twice is written twice, not as an anchor (`&id001`) and an alias."""
         return True
 
 
@@ -104,7 +104,7 @@ _OneLineDumper.add_representer(str, _represent_in_one_line)
 
 
 def leaves_of(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(Dotted name, value) of everything in a tree that is no section."""
+    """(Dotted name, value) of every node in a tree that is not a section."""
     if not node.is_section:
         yield name, node.value
         return
@@ -113,7 +113,8 @@ def leaves_of(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_file(path: str) -> Node:
-    """The file as a tree of Nodes. Raises UserError with file:line if it is not YAML, or no mapping of sections.
+    """The file as a tree of Nodes. Raises UserError with file:line if it is not valid YAML or not a mapping of
+    sections.
 
     A file whose name ends in .toml is read as TOML, and its Nodes have no lines.
     """
@@ -125,9 +126,9 @@ def read_file(path: str) -> Node:
     except yaml.YAMLError as error:
         raise UserError(_syntax_message(error, path)) from error
     except RecursionError:
-        raise UserError(f"{path}: is nested too deeply to be a config: sections hold keys, and these values.") from None
-    except ValueError as error:  # of Python, for a number or a date
-        raise UserError(f"{path}: holds a value that cannot be read: {first_line(error)}.") from error
+        raise UserError(f"{path}: the nesting is too deep for a config, which has sections, keys and values.") from None
+    except ValueError as error:  # from Python, for a number or a date
+        raise UserError(f"{path}: contains a value that cannot be read: {first_line(error)}.") from error
     if node is None or node.value is None:
         return Node({}, path)
     if not node.is_section:
@@ -136,8 +137,8 @@ def read_file(path: str) -> Node:
 
 
 def read_sections(path: str) -> dict[str, dict[str, Any]]:
-    """section -> key -> value of a file, with any keys. Values outside of sections are omitted. Errors as in
-    `read_file`."""
+    """section -> key -> value of a file, with any keys. Values outside of sections are omitted. Raises UserError under
+    the conditions of `read_file`."""
     sections = {name: node.value for name, node in read_file(path).value.items() if node.is_section}
     return {name: {key: child.value for key, child in inside.items()} for name, inside in sections.items()}
 
@@ -147,14 +148,16 @@ def _text(path: str) -> str:
         with regular_file(Path(path).expanduser(), "a config file").open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise UserError(f"{path}: is larger than {_MOST_BYTES >> 20} MiB, so it is no config: name a YAML file.")
+            raise UserError(
+                f"{path}: larger than {_MOST_BYTES >> 20} MiB, so it is not a config: write a YAML file's path."
+            )
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a config file: {error}") from error
 
 
 def node_of(value: Any, location: str) -> Node:
-    """A tree of Nodes from a value that does not come from YAML (a program, TOML)."""
+    """A tree of Nodes from a value that does not come from YAML (but from a program or TOML)."""
     if isinstance(value, Mapping):
         return Node({str(name): node_of(child, location) for name, child in value.items()}, location)
     if isinstance(value, list | tuple):
@@ -163,7 +166,7 @@ def node_of(value: Any, location: str) -> Node:
 
 
 def _plain(value: Any) -> Any:
-    """A program's value in YAML's types: numbers of numpy and torch become numbers, classes their import path."""
+    """A program's value as YAML types: numbers of numpy and torch become numbers, classes become their import paths."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, type):
@@ -174,8 +177,8 @@ def _plain(value: Any) -> Any:
 
 
 def read_value(text: str, location: str) -> Node:
-    """The value of a command-line override. Text that is not YAML is taken as a string. Raises UserError if it is too
-    deep, or a number that cannot be read."""
+    """The value of a command-line override. Text that is not valid YAML is a string. Raises UserError if the nesting is
+    too deep, or if a number cannot be read."""
     try:
         node = _parse(text, location, lines=False)
     except yaml.YAMLError:
@@ -198,9 +201,10 @@ def written(value: Any) -> str:
 
 
 def override(key: str, value: Any) -> str:
-    """`key=value` as one word of a command line, quoted where a shell would break it. For messages that propose it."""
+    """`key=value` as one word of a command line, with quotes if a shell would split or expand it. Messages propose
+    it."""
     text = f"{key}={written(value)}"
-    # The quotes of YAML within are easier to read than shlex's.
+    # YAML's quotes inside the word are easier to read than shlex's.
     return f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
 
 
@@ -223,17 +227,19 @@ def _parse(text: str, location: str, lines: bool = True) -> Node | None:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raise a YAML error for a tree that is too deep or too large. Aliases (`*name`) count expanded: a few lines of
-    them can stand for more than memory holds."""
+    """Raise a YAML error for a tree that is too deep or too large. Aliases (`*name`) count as their expansion, because
+    a few lines of aliases can expand to more than memory."""
     waiting, count = [(root, 1)], 0
     while waiting:
         node, depth = waiting.pop()
         count += 1
         if depth > _DEEPEST or count > _MOST_VALUES:
             problem = (
-                f"is nested more than {_DEEPEST} deep" if depth > _DEEPEST else f"has over {_MOST_VALUES:,} values"
+                f"is nested more than {_DEEPEST} levels deep"
+                if depth > _DEEPEST
+                else f"has over {_MOST_VALUES:,} values"
             )
-            problem += ", aliases (`*name`) written out: a config has no use for that"
+            problem += ", with aliases (`*name`) expanded; no config needs so many"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         if isinstance(node, yaml.MappingNode):
             waiting += [(child, depth + 1) for pair in node.value for child in pair]
@@ -246,7 +252,7 @@ def _convert(loader: Loader, node: yaml.Node, origin: str, lines: bool) -> Node:
     if not isinstance(node, yaml.MappingNode):
         return Node(loader.construct_object(node, deep=True), location)
     children: dict[str, Node] = {}
-    merged: dict[str, Node] = {}  # of `<<: *name`: keys that the mapping itself sets replace them
+    merged: dict[str, Node] = {}  # of `<<: *name`; the mapping's keys override them
     for key_node, value_node in node.value:
         if isinstance(key_node, yaml.ScalarNode) and key_node.value == "<<":
             for merged_node in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
@@ -259,10 +265,10 @@ def _convert(loader: Loader, node: yaml.Node, origin: str, lines: bool) -> Node:
             raise yaml.constructor.ConstructorError(None, None, "a key must be a plain name", key_node.start_mark)
         key = str(key_node.value)
         if key in children:
-            problem = f"`{key}` is set twice (first at {children[key].location}): keep one"
+            problem = f"`{key}` is set twice (first at {children[key].location}): remove one of them"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         children[key] = _convert(loader, value_node, origin, lines)
-        if lines:  # a block's mark is the line of its first child, but the user looks for the key
+        if lines:  # a block's mark is the line of its first child, but the user looks for the key's line
             children[key].location = f"{origin}:{key_node.start_mark.line + 1}"
     return Node({**merged, **children}, location)
 
@@ -274,5 +280,5 @@ def _syntax_message(error: yaml.YAMLError, path: str) -> str:
     problem = " ".join(part for part in (error.context, error.problem) if part)
     hint = " Indent with spaces." if r"'\t'" in problem else ""
     if "mapping values are not allowed" in problem or "block mapping" in problem:
-        hint = " Indent the keys of a section alike, and quote a value that contains `: `."
+        hint = " Indent all keys of a section equally, and quote a value that contains `: `."
     return f"{path}:{line}: not valid YAML: {problem}.{hint}"
