@@ -1,7 +1,7 @@
-"""What the algorithms of other trainers' reinforcement learning are read by: one quantity after another.
+"""Reads the algorithm of another trainer's reinforcement learning, one quantity at a time.
 
-Every key that defines the algorithm is written into the draft. None is left to weft's default. Where weft computes
-something else, the quantity says so (`Quantity.same`), and the draft has to be confirmed.
+Every key that defines the algorithm is written into the draft. None is left to weft's default. If weft computes a
+quantity differently, `Quantity.same` is False, and the user must confirm the draft.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from weft.config.yaml12 import show
 
 
 class Algorithm:
-    """One config's algorithm, being written into a draft. settings: all names of the config with their values. A
-    subclass reads one trainer. defaults: name -> the trainer's default, of everything that is read."""
+    """The algorithm of one config, while it is written into a draft. settings: all names of the config with their
+    values. A subclass reads one trainer. defaults: name -> the trainer's default, for every name that is read."""
 
     defaults: ClassVar[Mapping[str, Any]]
 
@@ -29,70 +29,70 @@ class Algorithm:
 
     @classmethod
     def class_for(cls, settings: Mapping[str, Any]) -> type[Algorithm]:
-        """The class that reads these settings, of a trainer whose algorithms have names of their own."""
+        """The class that reads these settings, for a trainer with several classes of algorithms."""
         return cls
 
     @classmethod
     def handles(cls, name: str) -> bool:
-        """Whether `settle` says what becomes of a name."""
+        """Whether `settle` handles a name."""
         return name in cls.defaults
 
     def settle(self, gpus: int | None, data_ranks: int | None) -> None:
-        """Set every key that defines the algorithm, and note each quantity in draft.quantities. gpus, data_ranks: of
-        the old run, if known."""
+        """Set every key that defines the algorithm, and add each quantity to draft.quantities. gpus, data_ranks:
+        numbers of the old run, if known."""
         raise NotImplementedError
 
     def value(self, name: str) -> Any:
-        """The value of a name; the trainer's default if the config does not have it."""
+        """The value of a name, or the trainer's default if the config does not set it."""
         return self.settings.get(name, self.defaults[name])
 
     def number(self, name: str) -> float:
-        """The value of a name as a number; 0 for null. Of a text that is no number, as of a variable that only the run
-        knows, the trainer's default, and the draft says so."""
+        """The value of a name as a number; 0 for null. If the value is not a number, for example a variable that is set
+        only during the run: the trainer's default, which the draft reports."""
         value = self.value(name)
         number = next(numbers_of(value), None)
         if number is None and isinstance(value, str) and value.lower() not in ("null", "none", "~", ""):
             default = self.defaults[name]
             if all(quantity.name != name for quantity in self.draft.quantities):
-                self.differs(name, f"{value}, which is known only where it runs", f"as by default, {show(default)}")
+                self.differs(name, f"{value}, which is known only during the run", f"the default, {show(default)}")
             number = next(numbers_of(default), None)
         return number or 0
 
     def on(self, name: str) -> bool:
-        """Whether a switch is on."""
+        """Whether a switch is true."""
         value = self.value(name)
         return value.lower() == "true" if isinstance(value, str) else bool(value)
 
     def origin(self, name: str) -> str:
-        """Where the value of a name comes from, in words."""
+        """The origin of the value of a name, in words."""
         if name in self.settings:
             return name
         return f"{self.draft.trainer.short}'s" + ("" if name in self.draft.keys else f" default of {name}")
 
     def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
-        """Write a key. name: the name that decides it, unless `origin` says more."""
+        """Write a key. name: the name that determines it. origin: words for the comment, instead of the name."""
         if value is None or key not in self.draft.keys:
             self.draft.values[key] = (value, origin or self.origin(name), name)
         else:
             self.draft.take(key, value, name, origin or self.origin(name))
 
     def same(self, name: str, original: str, drafted: str) -> None:
-        """Note a quantity that both compute alike."""
+        """Note a quantity that both trainers compute equally."""
         self.draft.compare(name, original, drafted)
 
     def differs(self, name: str, original: str, drafted: str) -> None:
-        """Note a quantity that weft computes otherwise."""
+        """Note a quantity that weft computes differently."""
         self.draft.compare(name, original, drafted, same=False)
 
     def compare_values(self, quantities: Mapping[str, str]) -> None:
-        """Note quantities that the draft takes unchanged. quantities: their names -> weft's key."""
+        """Note quantities that the draft copies unchanged. quantities: their names -> weft's key."""
         for quantity, key in quantities.items():
             if key in self.draft.values:
                 self.same(quantity, show(self.draft.value(key)), show(self.draft.value(key)))
 
     def draws(self, names: Mapping[str, str], engine: str) -> None:
-        """Set rollout.temperature, top_p, top_k and min_p. names: leaf of `rollout` -> the trainer's name; a trainer
-        without a name for a leaf keeps all tokens. engine: of the draft."""
+        """Set rollout.temperature, top_p, top_k and min_p. names: leaf of `rollout` -> the trainer's name. Without a
+        name for a leaf, the trainer samples from all tokens. engine: of the draft."""
         limits = {}
         for leaf, keeps_all in KEEPS_ALL.items():
             number = self.number(names[leaf]) if leaf in names else keeps_all
@@ -107,26 +107,27 @@ class Algorithm:
         })  # fmt: skip
         if limits != KEEPS_ALL and engine in SERVERS:
             self.take("rollout.allow_truncated", True, names["top_p"],
-                      f"{short} trains such samples as if all tokens were drawn from")  # fmt: skip
+                      f"{short} trains such samples as if they were drawn from all tokens")  # fmt: skip
 
     def alone(self, advantage: str) -> str:
-        """The advantage, set anew where a prompt has one sample, which an advantage of groups compares with nothing."""
+        """The advantage. If a prompt has one sample, an advantage of groups has nothing to compare, and reinforce++
+        replaces it."""
         if self.draft.value("rl.group_size") != 1 or advantage not in ("grpo", "rloo", "reinforce++_baseline"):
             return advantage
         for key in ("rl.algorithm", "rl.advantage"):
-            self.take(key, "reinforce++", key, f"{advantage} needs two samples of a prompt")
+            self.take(key, "reinforce++", key, f"{advantage} needs two samples per prompt")
         self.draft.values.pop("rl.advantage_norm", None)
         self.differs("advantage of a group of one sample", f"{advantage}: the reward itself",
                      "reinforce++: returns, whitened over all tokens")  # fmt: skip
         return "reinforce++"
 
     def clip_ratio(self, low: float, high: float, name: str, origin: str, dual: float | None, dual_name: str) -> None:
-        """Set rl.clip and rl.dual_clip of a clipped loss. name, dual_name: that decide them."""
+        """Set rl.clip and rl.dual_clip of a clipped loss. name, dual_name: the names that determine them."""
         low = min(1.0, low)  # a ratio is never below 0
         self.take("rl.clip", [low, high], name, origin)
         self.same("clip of the ratio", *[f"{1 - low:g} to {1 + high:g}"] * 2)
         self.take("rl.dual_clip", dual, dual_name)
-        self.same("dual clip", *["none" if dual is None else f"{dual:g} x advantage, where that is negative"] * 2)
+        self.same("dual clip", *["none" if dual is None else f"{dual:g} x advantage, if that is negative"] * 2)
 
     def penalty(
         self,
@@ -138,8 +139,8 @@ class Algorithm:
         unbiased: bool,
         original: str = "",
     ) -> None:
-        """Set rl.kl_coef and what belongs to it. name: of the coefficient. original: what the trainer computes, if weft
-        has no such; "" if it is the same."""
+        """Set rl.kl_coef and the related keys. name: the name of the coefficient. original: the trainer's computation,
+        if weft does not have it; "" if both are the same."""
         self.take("rl.kl_coef", coef, name)
         if not coef:
             self.same("KL", "none", "none")
@@ -154,8 +155,8 @@ class Algorithm:
         (self.differs if original else self.same)("KL", original or text, text)
 
     def corrects(self, kind: str, level: str, low: float, high: float, name: str, original: str = "") -> None:
-        """Set rl.correction, its level and limits. name: that decides them. original: what the trainer computes, if
-        weft has no such; "" if it is the same."""
+        """Set rl.correction, its level and limits. name: the name that determines them. original: the trainer's
+        computation, if weft does not have it; "" if both are the same."""
         self.take("rl.correction", kind, name)
         if kind == "none":
             (self.differs if original else self.same)("correction of the engine's mismatch", original or "none", "none")
@@ -167,16 +168,16 @@ class Algorithm:
         (self.differs if differs else self.same)("correction of the engine's mismatch", original or text, text)
 
     def functions(self, paths: Sequence[str], name: str, signature: str) -> None:
-        """Set rl.reward to functions that are to be written. paths: of the trainer's own, as in a/b.py or a.b.c.
-        signature: of theirs, in words."""
+        """Set rl.reward to functions that the user must write. paths: the trainer's functions, as in a/b.py or a.b.c.
+        signature: their signature, in words."""
         stems = [path.removesuffix(".py").rpartition("/")[2].rpartition(".")[2].rpartition(":")[2] for path in paths]
         rewards = [f"my_rewards:{re.sub(r'[^0-9A-Za-z_]', '_', stem)}" for stem in stems]
         self.take("rl.reward", rewards, name, f"write it after {', '.join(paths)}: docs/how-to/write-a-reward.md")
         self.differs("reward", f"{', '.join(paths)}, of {signature}", f"{', '.join(rewards)}, of lists of completions")
 
     def updates(self, samples: int, name: str, origin: str) -> int:
-        """Set rl.minibatches from the samples of an optimizer step; null if they do not divide a rollout step's.
-        Returns the optimizer steps of one pass over a rollout step's samples, 1 if they are not known."""
+        """Set rl.minibatches from the samples of an optimizer step; null if they do not divide the samples of a rollout
+        step. Returns the optimizer steps of one pass over a rollout step's samples, or 1 if they are unknown."""
         prompts, group = self.draft.value("rl.prompts_per_step", 0), self.draft.value("rl.group_size", 1)
         count = prompts * group // samples if samples and prompts * group % samples == 0 else 0
         if count and prompts % count == 0:
@@ -189,7 +190,7 @@ class Algorithm:
         return 1
 
     def compare_steps(self) -> None:
-        """Note sizes, lengths and the learning rate, which the draft takes unchanged."""
+        """Note sizes, lengths and the learning rate, which the draft copies unchanged."""
         self.compare_values({
             "prompts of a rollout step": "rl.prompts_per_step", "samples of a prompt": "rl.group_size",
             "optimizer steps of a rollout step": "rl.minibatches", "epochs": "rl.epochs",
@@ -198,15 +199,15 @@ class Algorithm:
         })  # fmt: skip
 
     def warmed(self, original: str) -> None:
-        """Note the learning rate of the first steps, where there is a warm-up. original: the trainer's rate in update
-        k, counted from 1, of W."""
+        """Note the learning rates of the warm-up, if there is one. original: the trainer's rate in update k of W,
+        counted from 1."""
         steps = self.draft.value("schedule.warmup_steps")
         if steps or self.draft.value("schedule.warmup_ratio"):
             self.differs("warm-up of W updates, in update k", original, "lr x k / W")
 
     def aggregation(self, mode: str, name: str, norm_name: str) -> None:
-        """Set rl.loss_aggregation, and the gradient norm and eps that go with it. mode: as ROLL and verl name it. name,
-        norm_name: of this setting, and of the largest gradient norm."""
+        """Set rl.loss_aggregation, and adapt the gradient norm and eps to it. mode: in the words of ROLL and verl.
+        name, norm_name: the names of this setting, and of the maximum gradient norm."""
         equivalent = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}.get(mode, "sequence_sum")
         self.take("rl.loss_aggregation", equivalent, name)
         longest = self.draft.value("rollout.max_new_tokens")
@@ -214,9 +215,10 @@ class Algorithm:
         if equivalent != "sequence_sum":
             self.same("aggregation of the loss", mode, equivalent)
         elif mode == "seq-mean-token-sum" and isinstance(longest, int):
-            # weft's loss is theirs / the longest completion. AdamW does not see a factor once eps and the norm have it.
+            # weft's loss is theirs / the maximum completion length. With eps and the norm divided by the same number,
+            # the factor does not change AdamW's updates.
             self.same("aggregation of the loss", mode, f"sequence_sum: the same / {longest}, as max_grad_norm and eps")
-            self.take("optimizer.eps", 1e-8 / longest, name, f"1e-8 / {longest}, as the loss")
+            self.take("optimizer.eps", 1e-8 / longest, name, f"1e-8 / {longest}, like the loss")
             norm = None if norm is None else self.number(norm_name) / longest
         else:
             self.differs(

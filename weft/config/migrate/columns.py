@@ -11,21 +11,21 @@ from weft.config.migrate.names import entry_of
 from weft.config.migrate.trainer import TABLES
 from weft.config.sources import MESSAGE_KEYS
 
-# axolotl's names of the keys of messages: all of them in one mapping, ours -> theirs, or one at a time. ShareGPT's are
-# known to weft.
+# axolotl's names for the keys of messages: one mapping, ours -> theirs, or a name for each key. weft knows ShareGPT's
+# names.
 _MAPPINGS = "message_property_mappings"
 _KEYS = {"message_field_role": "role", "message_field_content": "content", "message_field_training": "train"}
 _SHAREGPT = {"role": "from", "content": "value"}
-_TYPE = "conversations, and columns of instructions, are rendered by the tokenizer's chat template and not as {type}."
+_TYPE = "weft renders conversations, and columns of instructions, with the tokenizer's chat template, not as {type}."
 
 
 def take_columns(draft: Draft, column_settings: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """Set data.columns for columns that weft would not find by name. column_settings: the trainer's key -> the column.
-    settings: all names of the config with their values."""
+    """Set data.columns for columns that weft would not find by their names. column_settings: the trainer's key -> the
+    column. settings: all names of the config with their values."""
     names = {**TABLES.columns, **(draft.job.columns if draft.job else {})}
     columns = {names[draft.entry(name)]: column for name, column in column_settings.items()}
     values = {entry_of(name): value for name, value in settings.items()}
-    if "messages" in columns and "instruction" in columns:  # verl has both, and a switch
+    if "messages" in columns and "instruction" in columns:  # verl has both columns, and a switch
         for unused in ("instruction", "output") if values.get("multiturn.enable") else ("messages",):
             columns.pop(unused, None)
     for our_name, inside in (("instruction", "prompt_dict_keys"), ("output", "response_dict_keys")):
@@ -47,7 +47,7 @@ def take_sources(draft: Draft, name: str, entries: Any) -> None:
     """Set data.path or data.sources, or the same keys of eval, from axolotl's list of data sets."""
     named = [key for key, key_of_source in TABLES.shared.sources.keys.items() if key_of_source == "path"]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and {*named} & {*entry} for entry in entries):
-        draft.notes[name] = "it is no list of data sets with a path."
+        draft.notes[name] = "it is not a list of data sets with paths."
         return
     section = TABLES.shared.sources.lists[name]
     sources = [_source(draft, name, entry) for entry in entries]
@@ -73,7 +73,7 @@ def take_datasets(draft: Draft, section: str, value: Any, name: str) -> None:
         if rows:
             split = "" if Path(path).suffix else "train"
             source["split"] = f"{split}[:{rows}]"
-            draft.notes[f"{name} {text}"] = f"these were {rows} rows drawn at random; the draft takes the first."
+            draft.notes[f"{name} {text}"] = f"these were {rows} rows drawn at random; the draft uses the first {rows}."
         sources.append(source)
     if len(sources) > 1:
         draft.take(f"{section}.sources", sources, name)
@@ -108,8 +108,8 @@ def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]
     if keys:
         draft.take("data.message_keys", {**draft.value("data.message_keys", {}), **keys}, f"{name}.{_MAPPINGS}")
     if unknown := [leaf for leaf in mapped if leaf not in MESSAGE_KEYS]:
-        draft.notes[f"{name}.{_MAPPINGS}"] = f"weft has no key of a message {unknown[0]}: data.message_keys."
-    for key in ("step_separator", "train_on_last_step_only"):  # of process rewards
+        draft.notes[f"{name}.{_MAPPINGS}"] = f"weft has no message key {unknown[0]}: set data.message_keys."
+    for key in ("step_separator", "train_on_last_step_only"):  # keys of process rewards
         if entry.get(key) is not None and f"reward.{key}" in draft.keys:
             draft.take(f"reward.{key}", entry[key], f"{name}.{key}")
     handled = {
@@ -124,7 +124,7 @@ def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]
     }
     for key, value in entry.items():
         if key not in handled and value is not None and value not in table.silent.get(key, (False,)):
-            text = _TYPE.format(type=value) if key == "type" else f"weft has no such key of a source ({value})."
+            text = _TYPE.format(type=value) if key == "type" else f"sources of weft have no such key ({value})."
             draft.notes[f"{name}.{key}"] = text
     return source
 

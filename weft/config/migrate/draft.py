@@ -1,4 +1,4 @@
-"""A draft of a config: the settings that were taken over from another trainer's config, and those that were not."""
+"""A draft of a config: the settings that were converted from another trainer's config, and the remaining ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node, read_value, show
 
-_LISTS = ("model.freeze", "fsdp.wrap", "track.report_to")  # keys that several names of a trainer fill
-_PATTERNS = ("lora.targets",)  # keys for which other trainers have regular expressions
+_LISTS = ("model.freeze", "fsdp.wrap", "track.report_to")  # lists filled by several names of a trainer
+_PATTERNS = ("lora.targets",)  # keys for which other trainers accept regular expressions
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What the old config and the draft do about one quantity of the algorithm, in words. same: whether it is the same
-    computation."""
+    """One quantity of the algorithm: its computation in the old config and in the draft, in words. same: whether the
+    two are equal."""
 
     name: str
     original: str
@@ -35,9 +35,10 @@ class Quantity:
 
 @dataclass
 class Draft:
-    """A draft in the making. trainer: of the old config. schema: of weft's command. values: key -> (value, origin in
-    words, the trainer's name). notes: the trainer's name -> advice. unfit: keys for which the old value does not fit;
-    no default replaces it. images: whether the model is known to take images. quantities: what both compute."""
+    """A draft under construction. trainer: of the old config. schema: of weft's command. values: key -> (value, origin
+    in words, the trainer's name). notes: the trainer's name -> advice. unfit: keys whose old value weft does not
+    accept; no default replaces it. images: whether the model is known to accept images. quantities: the compared
+    computations."""
 
     trainer: Trainer
     schema: type = SftConfig
@@ -54,12 +55,12 @@ class Draft:
 
     @property
     def command(self) -> str:
-        """weft's command that the draft is for."""
+        """The command of weft that runs the draft."""
         return str(getattr(self.schema, "command"))  # noqa: B009 - `type` has no such attribute
 
     @property
     def job(self) -> JobNames | None:
-        """The trainer's names for that command; None for `weft sft`."""
+        """The trainer's names for this command; None for `weft sft`."""
         return self.trainer.jobs.get(self.command)
 
     @property
@@ -73,7 +74,7 @@ class Draft:
         return job_entry or entry_of(name) or ""
 
     def meaning(self, entry: str, value: Any) -> Mapping[str, Any] | None:
-        """The meaning of a value, as key of weft -> value; None if no table has it. Tables of companions count for any
+        """The meaning of a value, as key of weft -> value; None if no table has it. Tables of companions apply to every
         trainer."""
         words = (str(value).lower(), "on" if value else "off", ANY)
         tables = [self.trainer.means] if self.job is None else [self.job.means, self.trainer.means]
@@ -85,31 +86,34 @@ class Draft:
         return None
 
     def key_of(self, entry: str) -> str | None:
-        """The key of weft that takes the value of an entry unchanged; None if there is none."""
+        """The key of weft that accepts the value of an entry unchanged; None if there is none."""
         move_tables = [self.trainer.moves] if self.job is None else [self.job.moves, self.trainer.moves]
         tables = (*move_tables, *(companion.moves for companion in TABLES.companions), TABLES.moves)
         return next((moves[entry] for moves in tables if entry in moves), None)
 
     @property
     def differs(self) -> list[Quantity]:
-        """The quantities that the draft computes otherwise than the old config."""
+        """The quantities that the draft computes differently from the old config."""
         return [quantity for quantity in self.quantities if not quantity.same]
 
     def compare(self, name: str, original: str, drafted: str, *, same: bool = True) -> None:
-        """Note what both do about a quantity of the algorithm."""
+        """Note the computations of a quantity of the algorithm in the old config and in the draft."""
         self.quantities.append(Quantity(name, original, drafted, same))
 
     def fit_row(self, longest: int, unit: str) -> None:
-        """Raise step.max_tokens_per_device so that a row holds `longest` tokens: over the ranks of mesh.cp, but on one
-        rank if there may be images, because not every model's documents with images can be cut. unit: the word for a
+        """Raise step.max_tokens_per_device until a row has room for `longest` tokens: over the ranks of mesh.cp, but on
+        one rank if there may be images, because some models cannot split documents with images. unit: the word for a
         document."""
         cp = 1 if self.images else self.value("mesh.cp", 1)
         if longest > cp * self.value("step.max_tokens_per_device", 8192):
             shared = " over the ranks of mesh.cp" if cp > 1 else ""
             is_uncut = self.images and self.value("mesh.cp", 1) > 1
-            suffix = " on one rank: with images not every model's are cut" if is_uncut else ""
+            suffix = " on one rank: some models cannot split documents with images" if is_uncut else ""
             self.take(
-                "step.max_tokens_per_device", -(-longest // cp), "", f"a row holds the longest {unit}{shared}{suffix}"
+                "step.max_tokens_per_device",
+                -(-longest // cp),
+                "",
+                f"a row needs room for the longest {unit}{shared}{suffix}",
             )
 
     def advice(self, name: str) -> str | None:
@@ -123,20 +127,20 @@ class Draft:
         return advice
 
     def count_updates(self, keys: Iterable[str], updates: int) -> None:
-        """Multiply keys that count optimizer steps, of which the trainer makes `updates` in one of its steps."""
+        """Multiply keys that count optimizer steps by `updates`, the optimizer steps in one step of the trainer."""
         for key in keys:
             count = self.value(key)
             if isinstance(count, int) and count > 0 and updates > 1:
                 origin, name = self.values[key][1:]
-                self.take(key, count * updates, name, f"{origin}: {count} rollout steps of {updates} updates")
+                self.take(key, count * updates, name, f"{origin}: {count} rollout steps of {updates} optimizer steps")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value that was taken for a key."""
+        """The converted value of a key."""
         return self.values[key][0] if key in self.values else default
 
     def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
-        """Set a key, if the schema has it and the value fits; else note advice. name: the trainer's name. origin: in
-        words."""
+        """Set a key if the schema has it and accepts the value; otherwise note advice. name: the trainer's name.
+        origin: in words."""
         spec = self.keys.get(key)
         fitting = None if spec is None else _fitting(spec, value)
         if fitting is None:
@@ -146,7 +150,7 @@ class Draft:
             self.values[key] = (fitting, origin or self._short(name), name)
 
     def take_meaning(self, meaning: Mapping[str, Any], setting: Any, name: str, origin: str = "") -> None:
-        """Set the keys of a meaning (see `meaning`). Values of several names for the same list or mapping are
+        """Set the keys of a meaning (see `meaning`). If several names fill the same list or mapping, their values are
         merged."""
         for key, value in meaning.items():
             if key == NOTE:
@@ -169,13 +173,13 @@ class Draft:
             )
 
     def _short(self, name: str) -> str:
-        """The part of a name by which the tables know it."""
+        """The part of a name that the tables contain."""
         entry = self.entry(name)
         return entry if entry and not entry.endswith(".*") else name
 
     @staticmethod
     def _unfit(spec: Key, value: Any, advice: str | None) -> str:
-        text = f"{show(value)} is no value of {spec.name}"
+        text = f"{show(value)} is not a value of {spec.name}"
         return (
             f"{text}: {advice}"
             if advice and (spec.type is str or spec.name in _PATTERNS)
@@ -183,14 +187,14 @@ class Draft:
         )
 
     def drop(self, key: str, because: str) -> None:
-        """Remove a key that was taken, with a reason."""
+        """Remove a converted key, and note the reason."""
         _, _, name = self.values.pop(key)
         if name != key:
             self.notes[name] = because
 
 
 def _substituted(value: Any, setting: Any) -> Any:
-    """A value of `means`, with `setting` in place of ITSELF."""
+    """A value of `means`, with `setting` instead of ITSELF."""
     if isinstance(value, dict):
         return {name: _substituted(part, setting) for name, part in value.items()}
     if isinstance(value, list):
@@ -199,7 +203,7 @@ def _substituted(value: Any, setting: Any) -> Any:
 
 
 def _fitting(key: Key, value: Any) -> Any:
-    """The value in a form that fits this key; None if there is none."""
+    """The value in a form that this key accepts; None if there is none."""
     equivalent = weft_value(key.name, value)
     if key.name == "optimizer.name" and equivalent is None and not _is_optimizer(value):
         return None
@@ -220,7 +224,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def numbers_of(value: Any) -> Iterator[int | float]:
-    """The numbers that a value may mean to YAML 1.1 or an argument parser: 3.0 as 3 and 3.0, "2e-5", 1_000."""
+    """The numbers that YAML 1.1 or an argument parser may read in a value: 3.0 as 3 and 3.0, "2e-5", 1_000."""
     try:
         number = float(value.replace("_", "") if isinstance(value, str) else value)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""`weft migrate`: another trainer's config as a draft of weft's.
+"""`weft migrate`: converts another trainer's config to a draft for weft.
 
-Unambiguous settings are taken over. For everything else the draft contains the advice of names.py.
+Unambiguous settings are converted. For all others the draft contains the advice of names.py.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from weft.config.yaml12 import Node, leaves_of, node_of, read_value, written
 from weft.errors import UserError
 
 _HEAD = """\
-# A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
+# A draft, made by `weft migrate` from {files}. Read it: it contains the settings that have the same meaning in weft.
 # {known}
-# Then look at it with `weft {command} THIS --dry-run`. Every key is in docs/reference/config.md.
+# Then check it with `weft {command} THIS --dry-run`. docs/reference/config.md lists all keys.
 """
 _RATE = (
-    "schedule: update k has the schedule's rate at k here, and at k - 1 there, where the scheduler steps behind the "
-    "update: its warm-up and its decay are one update late."
+    "schedule: in update k weft uses the schedule's rate at k, and the trainer uses the rate at k - 1, because its "
+    "scheduler steps after the update. Its warm-up and decay are one update late."
 )
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
-_REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # beside model and data
-# trainer -> what reads its algorithms
+_REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # in addition to model and data
+# trainer -> the class that reads its algorithms
 _ALGORITHMS: dict[str, type[Algorithm]] = {
     "miles": Slime,
     "nemo_rl": NemoRl,
@@ -61,26 +61,26 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
     "trl": Trl,
     "verl": Verl,
 }
-_SIGNS = 4  # how many of the names by which a trainer was recognised are shown
+_SIGNS = 4  # maximum number of recognised names that the draft shows
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds
-_LR_END = 1e-7  # the lowest rate of transformers' polynomial schedule, if none is given
+_LR_END = 1e-7  # the default lowest rate of transformers' polynomial schedule
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*(\d+),\s*(\d+)\}")  # of NeMo-RL
-_DEEPEST = 20  # files of which each is the parent of the one before
+_DEEPEST = 20  # maximum length of a chain of parent files
 _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 
 def migrate(files: Sequence[str], ranks: int | None = None) -> str:
-    """The draft alone; see migrate_and_compare."""
+    """The draft without the quantities; see migrate_and_compare."""
     return migrate_and_compare(files, ranks)[0]
 
 
 def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple[str, list[str]]:
-    """(The draft, as YAML; the names of quantities that it computes otherwise). ranks: number of GPUs of the old run,
-    of which those that did not share documents multiply a per-device batch; None: from the files. Raises UserError for
-    files of an unknown trainer, of preference tuning, or of reinforcement learning with a trainer whose table has no
-    `rl_draft`."""
+    """(The draft, as YAML; the names of quantities that it computes differently). ranks: number of GPUs of the old run.
+    A batch per device is multiplied by the number of GPUs that had different documents. None: the files determine the
+    number. Raises UserError for files of an unknown trainer, of preference tuning, or of reinforcement learning with a
+    trainer whose table has no `rl_draft`."""
     settings = {name: value for path in files for name, value in _opened(_read(path))}
     settings = {name: _filled(value, settings) for name, value in settings.items()}
     trainer, signs, schema = _trainer_of(settings, files)
@@ -114,14 +114,14 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
         settle_roles(draft, settings, gpus)
     _settle(draft, settings)
     _drop_idle(draft)
-    # Write the loss of a command that is known by its section, if the draft has no other key of this section.
+    # If the draft has no other key of the section that marks its command, write the loss of the command.
     key = {"dpo": "preference.loss", "reward": "reward.loss"}.get(draft.command)
     if key is not None and not any(name.partition(".")[0] == key.partition(".")[0] for name in draft.values):
         draft.take(key, draft.keys[key].default, key, f"the loss of `weft {draft.command}`")
     _mark_defaults(draft)
     if draft.differs:
         nearest = draft.value("rl.algorithm")
-        confirm = f"CONFIRM: write {nearest}, the nearest, once you have read what DIFFERS above"
+        confirm = f"CONFIRM: write {nearest}, the nearest algorithm, after you have read the lines DIFFERS above"
         draft.values["rl.algorithm"] = (None, confirm, "rl.algorithm")
     omitted = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
     recognition = f"Recognised as a config of {trainer.title} by {', '.join(signs[:_SIGNS])}{omitted}."
@@ -141,16 +141,16 @@ def _without_no(name: str, value: Any) -> tuple[str, Any]:
 
 
 def _trainer_of(settings: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
-    """(Trainer of these files, the names that are its signs, schema of weft's command for them). Raises UserError for
-    files of no known trainer, and for kinds of training without drafts."""
+    """(Trainer of these files, the names by which it was recognised, schema of weft's command for them). Raises
+    UserError for files of an unknown trainer, and for kinds of training without drafts."""
     subject = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
     if settings and set(settings) <= set(schema_keys(SftConfig)):
-        raise UserError(f"{subject} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")
+        raise UserError(f"{subject} already a config of weft: check it with `weft sft {files[0]} --dry-run`.")
     by_signs = recognised(settings)
     if by_signs is None:
         titles = ", ".join(trainer.title for trainer in TABLES.trainers)
         raise UserError(
-            f"{subject} of no trainer that `weft migrate` knows, which are {titles}. Write a config for `weft sft` "
+            f"{subject} not a config of a trainer that `weft migrate` knows: {titles}. Write a config for `weft sft` "
             "with the keys of docs/reference/config.md."
         )
     trainer, signs = by_signs
@@ -161,9 +161,9 @@ def _trainer_of(settings: Mapping[str, Any], files: Sequence[str]) -> tuple[Trai
 
 
 def _take_names(draft: Draft, settings: Mapping[str, Any], algorithm: type[Algorithm] | None) -> None:
-    """Take over the names one by one, except those that `algorithm` reads; then columns and adapters."""
+    """Convert the names one by one, except names that `algorithm` reads; then convert columns and adapters."""
     columns: dict[str, str] = {}
-    settled = {*TABLES.shared.column_switches, *_per_device(draft.trainer)}  # together with other names
+    settled = {*TABLES.shared.column_switches, *_per_device(draft.trainer)}  # converted together with other names
     for name, value in settings.items():
         entry = draft.entry(name)
         if name == PROGRAM:
@@ -184,7 +184,7 @@ def _take_names(draft: Draft, settings: Mapping[str, Any], algorithm: type[Algor
         elif entry in TABLES.shared.sources.lists and isinstance(value, list):
             take_sources(draft, entry, value)
         elif not _take_value(draft, entry, value, name):
-            draft.notes[name] = draft.advice(name) or "weft does not know it."
+            draft.notes[name] = draft.advice(name) or "weft does not know this name."
     if draft.job is not None:
         entries = {draft.entry(name) for name in settings}
         draft.notes |= {name: text for name, text in draft.job.unsaid.items() if name not in entries}
@@ -199,7 +199,7 @@ def _take_names(draft: Draft, settings: Mapping[str, Any], algorithm: type[Algor
 
 
 def _take_null(draft: Draft, name: str) -> None:
-    """Take over null, if weft's key accepts it: the trainer's default does not apply then."""
+    """Convert null, if weft's key accepts it. The trainer's default then does not apply."""
     key = draft.key_of(draft.entry(name))
     pairs = (exclusive_key for pair in rules_of(draft.schema).exclusive for exclusive_key in pair)
     if key is None or key in pairs or type(None) not in get_args(draft.keys[key].type):
@@ -210,7 +210,7 @@ def _take_null(draft: Draft, name: str) -> None:
 
 
 def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
-    """Take over a value as it is, or in other units. Returns False if no key of weft corresponds to the entry."""
+    """Convert a value, unchanged or in other units. Returns False if no key of weft corresponds to the entry."""
     if entry in TABLES.shared.betas:
         _take_beta(draft, TABLES.shared.betas[entry], value, name)
     elif key := draft.key_of(entry):
@@ -235,8 +235,8 @@ def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
 
 
 def _take_beta(draft: Draft, pair: Sequence[Any], value: Any, name: str) -> None:
-    """Set one of the two betas; the other is the one taken before, or that of `pair`. pair: of shared.yaml, with ITSELF
-    in place of the given beta."""
+    """Set one of the two betas. The other keeps its converted value, or has its value in `pair`. pair: of shared.yaml,
+    with ITSELF in the position of the converted beta."""
     before = draft.value("optimizer.betas", pair)
     number = next(numbers_of(value), value)
     betas = [number if entry == ITSELF else beta for entry, beta in zip(pair, before, strict=True)]
@@ -248,7 +248,7 @@ def _per_device(trainer: Trainer) -> Collection[str]:
 
 
 def _take_batch(draft: Draft, settings: Mapping[str, Any], ranks: int | None) -> None:
-    """Set step.documents (step.tokens, if the trainer packs rows) from the batch of one device."""
+    """Set step.documents (or step.tokens, if the trainer packs rows) from the batch per device."""
     advice, trainer = TABLES.sentences.sft["BATCH"], draft.trainer
     batch_settings = {name: value for name, value in settings.items() if entry_of(name) in _per_device(trainer)}
     batch_factors = {
@@ -270,7 +270,7 @@ def _take_batch(draft: Draft, settings: Mapping[str, Any], ranks: int | None) ->
     if None in factors.values():
         draft.notes |= dict.fromkeys(batch_settings, advice)
         return
-    gpus = "the number of GPUs: multiply by it, or set --nproc"
+    gpus = "the number of GPUs: multiply by that number, or set --nproc"
     if ranks:
         gpus = f"{ranks} data rank(s), each of several GPUs" if shared_by(settings) > 1 else f"{ranks} GPUs"
     origin = f"{' x '.join(str(value) for value in factors.values())} x {gpus}"
@@ -281,16 +281,16 @@ def _take_batch(draft: Draft, settings: Mapping[str, Any], ranks: int | None) ->
 
 
 def _settle_adapters(draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Drop the keys of lora if the old config makes no adapters."""
+    """Remove the keys of lora if the old config has no adapters."""
     trainer = draft.trainer
     if _has_adapters(trainer, settings):
         return
     for key in [key for key in draft.values if key.startswith("lora.")]:
-        draft.drop(key, f"{trainer.title} trains all weights unless {trainer.lora[0]} says otherwise.")
+        draft.drop(key, f"{trainer.title} trains all weights unless {trainer.lora[0]} is set.")
 
 
 def _has_adapters(trainer: Trainer, settings: Mapping[str, Any]) -> bool:
-    """Whether the trainer would make adapters, or has no switch for them."""
+    """Whether the trainer would create adapters, or has no switch for them."""
     switch, on = trainer.lora
     switches = (value for name, value in settings.items() if name.rpartition(".")[2] == switch and value is not None)
     return not switch or str(next(switches, "")).lower() in on
@@ -302,7 +302,7 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
         key = "schedule.warmup_ratio"  # transformers 5
     amount = value if number else next(numbers_of(value), None)
     if amount is not None and amount <= 0 and key in TABLES.shared.unlimited:
-        draft.unfit.add(key)  # no limit, which no default replaces
+        draft.unfit.add(key)  # no limit; a default must not replace it
         return
     if amount is not None and amount <= 0 and key == "checkpoint.keep":
         draft.values[key] = (None, f"{draft.entry(name)} {value}: all", name)
@@ -315,7 +315,7 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
     if key == "train.timeout" and amount is not None and amount > _LONGEST_TIMEOUT:
         draft.notes[name] = TABLES.sentences.sft["TIMEOUT_LONG"]
         return
-    if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
+    if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL accept lists of files
         is_several = len(value) > 1
         key = key.replace("path", "sources") if is_several else key
         value = _sources(value) if is_several else "".join(map(str, value))
@@ -324,8 +324,8 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
 
 
 def _sources(paths: Sequence[Any]) -> list[dict[str, str]]:
-    """data.sources of several files. Files of one name, as in gsm8k/train.parquet and math/train.parquet, are called by
-    their folders, too."""
+    """data.sources of several files. Files with equal names, as in gsm8k/train.parquet and math/train.parquet, are
+    named after their folders, too."""
     files = [PurePosixPath(str(path)) for path in paths]
     stems = [file.stem for file in files]
     return [
@@ -335,7 +335,7 @@ def _sources(paths: Sequence[Any]) -> list[dict[str, str]]:
 
 
 def _take_part(draft: Draft, limit: Any, name: str) -> None:
-    """Set data.split to the first rows of what it was. limit: their number; 0 or less: all."""
+    """Set data.split to the first rows of its former value. limit: their number; 0 or less: all."""
     number = next(numbers_of(limit), None)
     if number is None or number != int(number):
         draft.notes[name] = draft.advice(name) or ""
@@ -345,10 +345,10 @@ def _take_part(draft: Draft, limit: Any, name: str) -> None:
 
 
 def _take_push(draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Set checkpoint.push from push_to_hub and hub_model_id; drop what belongs to it if nothing is pushed."""
+    """Set checkpoint.push from push_to_hub and hub_model_id. If nothing is pushed, remove the related keys."""
     by_entry = {draft.entry(name): (name, value) for name, value in settings.items()}
     name, repository = by_entry.get("hub_model_id", ("hub_model_id", None))
-    is_switch = draft.trainer.name == "axolotl" and repository is not None  # where the name is the switch, too
+    is_switch = draft.trainer.name == "axolotl" and repository is not None  # axolotl pushes if the name is set
     switch, on = by_entry.get("push_to_hub", ("push_to_hub", is_switch))
     if on is True and isinstance(repository, str) and "/" in repository:
         draft.notes.pop(switch, None), draft.notes.pop(name, None)
@@ -356,11 +356,11 @@ def _take_push(draft: Draft, settings: Mapping[str, Any]) -> None:
         if "checkpoint.push_at" not in draft.values:
             draft.take("checkpoint.push_at", "save", "hub_strategy", "hub_strategy: every_save by default")
     elif on is True:
-        draft.notes[switch] = "set `checkpoint.push`: OWNER/NAME; weft does not guess the owner."
+        draft.notes[switch] = "set `checkpoint.push` to OWNER/NAME; weft does not guess the owner."
 
 
 def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Settle keys that depend on one another."""
+    """Set keys that depend on each other."""
     lowest_rates = ("min_lr", "lr_scheduler_kwargs.min_lr", "lr_scheduler_kwargs.lr_end")
     min_lr = next((name for name in settings if entry_of(name) in lowest_rates), None)
     lowest = next(numbers_of(settings.get(min_lr or "")), None)
@@ -378,7 +378,8 @@ def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:
     warmed = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_ratio")
     if shape == "inverse_sqrt" and origin == "lr_decay_style" and not warmed:
         draft.drop(
-            "schedule.name", "Megatron's falls by the number of samples if there is no warm-up: weft has no such."
+            "schedule.name",
+            "without warm-up Megatron's rate falls by the number of samples; weft has no such schedule.",
         )
     if settings.get("rollout_batch_size") == draft.value("step.documents"):
         draft.notes.pop("rollout_batch_size", None)
@@ -390,10 +391,10 @@ def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:
         draft.values["fsdp.wrap"] = (
             ["layers", *wrapped],
             *draft.values["fsdp.wrap"][1:],
-        )  # the layers are units anyway
+        )  # the layers are always units
     if (
         "schedule.decay_ratio" in draft.values and draft.value("schedule.name") == "wsd"
-    ):  # verl's, of what follows warm-up
+    ):  # verl's share of the steps after warm-up
         share, origin, name = draft.values["schedule.decay_ratio"]
         remaining = 1 - (draft.value("schedule.warmup_ratio") or 0)
         draft.take(
@@ -404,7 +405,7 @@ def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:
         )
     elif "schedule.decay_ratio" in draft.values:
         draft.take("schedule.name", "wsd", "decay_ratio", "constant, then the decay of decay_ratio")
-    elif "schedule.decay" in draft.values:  # decay right after warm-up: the schedule of that name
+    elif "schedule.decay" in draft.values:  # the decay follows the warm-up directly: the schedule of that name
         shape, _, name = draft.values.pop("schedule.decay")
         draft.take("schedule.name", shape, name)
     columns_of_sources(draft)
@@ -414,16 +415,16 @@ def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:
 
 
 def _settle_quantised(draft: Draft) -> None:
-    """Drop what weft refuses beside a quantised base."""
+    """Remove keys that weft refuses with a quantised base."""
     base = draft.value("lora.base", "compute")
     if base == "compute" or draft.value("lora.rank") is None:
         return
     for key, because in (
         ("model.compile", "compiled layers would store the dequantised weights"),
-        ("fsdp.cpu_offload", "its scales stay on the accelerator"),
+        ("fsdp.cpu_offload", "the scales stay on the accelerator"),
     ):
         if draft.value(key):
-            draft.drop(key, f"{key} does not go together with lora.base={base}: {because}.")
+            draft.drop(key, f"{key} cannot be combined with lora.base={base}: {because}.")
 
 
 def _add_defaults(draft: Draft, settings: Mapping[str, Any]) -> None:
@@ -438,7 +439,7 @@ def _add_defaults(draft: Draft, settings: Mapping[str, Any]) -> None:
         defaults = {**defaults, "optimizer.lr": trainer.table.adapter_lr}
     adapters = draft.value("lora.rank") or ("lora.rank" in defaults and _has_adapters(trainer, settings))
     if draft.rl is not None or adapters:
-        # A table leaves out what is weft's default for whole weights, too. Other defaults apply here.
+        # A table omits values that are weft's defaults without adapters. With adapters, other defaults apply.
         known = schema_keys(SftConfig if draft.rl is not None else draft.schema)
         changed = ADAPTER_DEFAULTS["sft" if draft.rl is not None else draft.command]
         defaults = {key: known[key].default for key in (*changed, "schedule.name")} | defaults
@@ -455,26 +456,26 @@ def _add_defaults(draft: Draft, settings: Mapping[str, Any]) -> None:
 
 
 def _add_balancing(draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Set the auxiliary loss that a trainer adds for every mixture of experts; note it if the model's config is not
-    on this machine."""
+    """Set the auxiliary loss that a trainer adds for every mixture of experts. If the model's config is not on this
+    machine, note it."""
     trainer = draft.trainer
     balancing = trainer.table.balancing
     if balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in settings):
         return
     experts = config_has(str(draft.value("model.path")), _ROUTED)
     if experts:
-        origin = f"{trainer.short}'s default, of a mixture of experts"
+        origin = f"{trainer.short}'s default for a mixture of experts"
         draft.take("model.router_aux_loss", "document", "router_aux_loss_coef", origin)
         draft.take("model.router_aux_loss_coef", balancing, "router_aux_loss_coef", origin)
     elif experts is None:
         draft.notes["router_aux_loss_coef"] = (
-            f"if the model is a mixture of experts, its auxiliary loss was added, times {balancing}: set "
+            f"if the model is a mixture of experts, the trainer added its auxiliary loss, times {balancing}: set "
             f"`model.router_aux_loss: document` and `model.router_aux_loss_coef: {balancing}`."
         )
 
 
 def _drop_idle(draft: Draft) -> None:
-    """Drop keys that would be refused because they have no effect."""
+    """Remove keys that weft would refuse because they have no effect."""
     tree: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"path": "d"}} | ({"rl": {}} if draft.rl else {})
     for key, (value, _, _) in draft.values.items():
         section, _, leaf = key.partition(".")
@@ -489,7 +490,8 @@ def _drop_idle(draft: Draft) -> None:
 
 
 def _mark_defaults(draft: Draft) -> None:
-    """Name, beside each default of the trainer, a value of the old config that says the same and was not taken over."""
+    """Next to each default of the trainer, name the old config's setting with the same meaning that was not
+    converted."""
     for name, advice in draft.notes.items():
         for key in _KEY.findall(advice):
             if key in draft.values and draft.values[key][1] == f"{draft.trainer.short}'s default":
@@ -498,7 +500,7 @@ def _mark_defaults(draft: Draft) -> None:
 
 
 def _opened(node: Node) -> Iterator[tuple[str, Any]]:
-    """(Dotted name, value) of a file. Text that is JSON of a mapping, as arguments may be written, is one."""
+    """(Dotted name, value) of a file. A text that is a JSON mapping, a form of arguments, is read as a mapping."""
     for name, value in leaves_of(node):
         if isinstance(value, str) and value[:1] == "{" and value[-1:] == "}":
             inside = read_value(value, node.location)
@@ -513,8 +515,8 @@ def _read(path: str) -> Node:
     program."""
     if path.endswith(".ipynb"):
         raise UserError(
-            f"{path}: is a notebook, which `weft migrate` does not read: give it the cell with the trainer, in a file "
-            "that ends in .py. docs/how-to/notebook.md shows weft in a notebook."
+            f"{path}: `weft migrate` does not read notebooks: copy the cell with the trainer into a file that ends in "
+            f".py. docs/how-to/notebook.md shows weft in a notebook."
         )
     if path.endswith(".py"):
         return read_program(path)
@@ -522,25 +524,25 @@ def _read(path: str) -> Node:
 
 
 def _with_parents(path: str, children: Sequence[str] = ()) -> Node:
-    """A config file over those that its `defaults` names, relative to it, as NeMo-RL's do. children: the files that led
-    here. Raises UserError for a file that is missing, or leads to itself."""
+    """A config file merged over the files in its `defaults`, relative to it, as in NeMo-RL. children: the files that
+    led here. Raises UserError for a file that is missing, or that leads back to itself."""
     node = read_config_file(path)
     named = node.value.get("defaults") if node.is_section else None
     parents = [named.value] if named is not None and isinstance(named.value, str) else []
     if named is not None and isinstance(named.value, list) and all(isinstance(name, str) for name in named.value):
         parents = named.value
     if not parents or not all(name.endswith((".yaml", ".yml")) for name in parents):
-        return node  # none, or groups of Hydra
+        return node  # no defaults, or groups of Hydra
     if path in children or len(children) > _DEEPEST:
         raise UserError(f"{path}: its `defaults` lead back to it.")
     settings: dict[str, Any] = {}
     for name in parents:
         parent = os.path.join(os.path.dirname(path), name)
         if not os.path.isfile(parent):
-            raise UserError(f"{path}: there is no {parent}, which its `defaults` name: put it there.")
+            raise UserError(f"{path}: its `defaults` name {parent}, which does not exist: copy the file there.")
         settings |= dict(leaves_of(_with_parents(parent, (*children, path))))
     changes = {name: value for name, value in leaves_of(node) if name != "defaults"}
-    replaced = {  # a section by a value, or a value by a section
+    replaced = {  # names of a section that a value replaces, or the reverse
         name
         for name in settings
         if any(name.startswith(f"{change}.") or change.startswith(f"{name}.") for change in changes)
@@ -555,16 +557,16 @@ def _filled(value: Any, settings: Mapping[str, Any]) -> Any:
     if not isinstance(value, str):
         return value
     value = _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)
-    for _ in range(3):  # a value may name another
+    for _ in range(3):  # a value may contain a reference to another
         value = _NAMED.sub(lambda match: str(settings.get(match[1], match[0])), value)
     return _PRODUCT.sub(lambda match: str(int(match[1]) * int(match[2])), value)
 
 
 def _differences(draft: Draft) -> str:
-    """The quantities that the draft computes otherwise, for the top of the draft; "" if there are none."""
+    """The quantities that the draft computes differently, for the top of the draft; "" if there are none."""
     if not draft.differs:
         return ""
-    title = f"DIFFERS: weft does not compute these as this config of {draft.trainer.short} does (theirs -> yours):"
+    title = f"DIFFERS: weft computes these differently from this config of {draft.trainer.short} (theirs -> yours):"
     lines = ["#", f"# {title}"]
     for quantity in draft.differs:
         lines += textwrap.wrap(
@@ -573,16 +575,16 @@ def _differences(draft: Draft) -> str:
             initial_indent="#   ",
             subsequent_indent="#     ",
         )
-    return "\n".join([*lines, "# The draft is refused until `rl.algorithm` is written in place of null.", ""])
+    return "\n".join([*lines, "# weft refuses the draft until you replace null in `rl.algorithm`.", ""])
 
 
 def _comparison(draft: Draft) -> str:
-    """All quantities of the algorithm, theirs and yours, as a table in comments; "" if nothing was compared."""
+    """All quantities of the algorithm, theirs and yours, as a table in comments; "" if none were compared."""
     if not draft.quantities:
         return ""
     widths = [max(len(getattr(quantity, part)) for quantity in draft.quantities) for part in ("name", "original")]
     name, width = min(widths[0], 34), min(widths[1], 44)
-    lines = ["", f"# Theirs -> yours, of what defines the algorithm ({draft.trainer.short} -> weft):"]
+    lines = ["", f"# Theirs -> yours, for the quantities of the algorithm ({draft.trainer.short} -> weft):"]
     for quantity in draft.quantities:
         mark = " " if quantity.same else "!"
         lines.append(f"# {mark} {quantity.name:<{name}}  {quantity.original:<{width}} -> {quantity.drafted}")
@@ -601,7 +603,7 @@ def _render(draft: Draft) -> str:
             value, origin, _ = draft.values[name]
             leaf = name.partition(".")[2]
             if isinstance(value, str) and "$" in value:
-                origin += ": write it out, weft knows no variables"
+                origin += ": write its value, because weft does not expand variables"
             lines.append(f"  {leaf}: {written(value)}" + (f"  # {origin}" if origin != leaf else ""))
     constant = draft.value("schedule.name", draft.keys["schedule.name"].default) == "constant"
     ratio = draft.value("schedule.warmup_ratio", draft.keys["schedule.warmup_ratio"].default)
@@ -611,7 +613,7 @@ def _render(draft: Draft) -> str:
     by_advice: dict[str, list[str]] = {}
     for name, advice in draft.notes.items():
         by_advice.setdefault(advice, []).append(name)
-    lines += ["\n# Not taken over:"] if by_advice else []
+    lines += ["\n# Not converted:"] if by_advice else []
     for advice, names in by_advice.items():
         text = f"{', '.join(names)}: {advice}"
         lines += textwrap.wrap(text, 116, initial_indent="#   ", subsequent_indent="#     ")

@@ -1,7 +1,7 @@
 """Advice on names and values that users bring from other trainers.
 
-A name is looked up by its longest end that a table has, so that `actor_rollout_ref.actor.optim.lr` and `lr` are the
-same. `wandb.*` in a table stands for a section and everything in it.
+Tables are searched for the longest end of a name, so `actor_rollout_ref.actor.optim.lr` and `lr` have the same entry.
+`wandb.*` in a table is a section and everything in it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from weft.config.migrate.trainer import DISTILLATION, KINDS, PREFERENCES, REINFORCEMENT, REWARD_MODELS, TABLES, Trainer
 from weft.config.yaml12 import show
 
-# The number of names of another trainer that make a config look like that trainer's.
+# Minimum number of a trainer's names by which a config is recognised as that trainer's.
 _FOREIGN = 4
 
 
 def advice_for(name: str, *, reinforcement: bool = False) -> str | None:
     """Advice on a dotted name of another trainer; None if the name is unknown. reinforcement: for a config of
-    `weft rl`, which has advice of its own."""
+    `weft rl`, which has separate advice."""
     rl_entry = entry_of(name, TABLES.rl_names) if reinforcement else None
     if rl_entry is not None:
         return TABLES.rl_names[rl_entry]
@@ -61,8 +61,8 @@ def weft_value(key: str, value: Any) -> str | None:
 
 
 def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
-    """(The trainer with most signs among these dotted names, the names that are signs); None without any. A companion
-    (accelerate), whose file accompanies another trainer's, is chosen only if there is no other."""
+    """(The trainer with most signs among these dotted names, the names that are signs); None without any signs. A
+    companion (accelerate), whose file accompanies another trainer's, is chosen only if no other trainer has signs."""
     names = list(names)
     signs_of = [(trainer, trainer.signs_in(names)) for trainer in TABLES.trainers]
     best = max(signs_of, key=lambda pair: (bool(pair[1]) and not pair[0].table.companion, len(pair[1])))
@@ -71,8 +71,8 @@ def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
 
 @dataclass(frozen=True)
 class Task:
-    """Training other than supervised fine-tuning that another trainer's config asks for. kind: one of KINDS. sign: the
-    name that asks for it, with its value. algorithm: in words, such as GRPO."""
+    """A kind of training in another trainer's config, other than supervised fine-tuning. kind: one of KINDS. sign: the
+    name that selects it, with its value. algorithm: in words, such as GRPO."""
 
     trainer: Trainer
     kind: str
@@ -86,36 +86,36 @@ class Task:
 
     @property
     def is_drafted(self) -> bool:
-        """Whether `weft migrate` makes a draft of it."""
+        """Whether `weft migrate` can draft it."""
         rl = self.trainer.table.rl_draft
         return self.command in self.trainer.jobs and (
             self.command != "rl" or self.algorithm in (rl.algorithms if rl else ())
         )
 
     def __str__(self) -> str:
-        """What the config is, and what weft can do with it, as the end of a sentence on the file."""
+        """The kind of config, and weft's support for it, as the end of a sentence about the file."""
         article = "an" if self.algorithm[0] in "RIO" and self.algorithm.isupper() and self.algorithm != "RLOO" else "a"
         description = f"{article} {self.algorithm.replace('_', ' ')} config of {self.trainer.title} ({self.sign})"
         if self.algorithm in _PAIRS:
             return f"{description}. {_NEAREST}"
         if self.kind == REINFORCEMENT:
             return f"{description}. {TABLES.drafts}"
-        draft = " `weft migrate FILE` makes a draft of it." if self.is_drafted else ""
+        draft = " `weft migrate FILE` writes a draft of it." if self.is_drafted else ""
         return f"{description}: {_COMMANDS[self.kind]}{draft}"
 
 
-_PAIRS = ("ONLINE_DPO", "NASH_MD", "XPO")  # losses of two samples of a prompt that are made while it trains
+_PAIRS = ("ONLINE_DPO", "NASH_MD", "XPO")  # losses of pairs that are sampled during training
 _NEAREST = (
-    "weft has no such loss, of pairs that are sampled during training. The nearest is `weft rl` with "
-    "`rl.advantage: rloo` and `rl.group_size: 2`, which compares the two samples' rewards, too; or `weft dpo` on pairs "
-    "that are sampled and scored beforehand."
+    "weft has no loss of pairs that are sampled during training. The nearest are `weft rl` with `rl.advantage: rloo` "
+    "and `rl.group_size: 2`, which also compares the rewards of two samples; and `weft dpo` on pairs that are sampled "
+    "and scored before training."
 )
-# Kind: what weft does about it, after a colon.
+# Kind -> weft's support for it, after a colon.
 _COMMANDS = {
-    DISTILLATION: "`weft distill` trains a student on a teacher's distributions, `weft rl` with rl.teacher on its own "
-    "samples, and docs/how-to/distill.md has their keys.",
-    REWARD_MODELS: "`weft reward` trains such models, and docs/how-to/reward-models.md has its keys.",
-    PREFERENCES: "`weft dpo` trains on preferences, and docs/how-to/dpo.md has its keys.",
+    DISTILLATION: "`weft distill` trains a student on a teacher's distributions, and `weft rl` with rl.teacher on the "
+    "policy's samples. docs/how-to/distill.md has the keys.",
+    REWARD_MODELS: "`weft reward` trains reward models. docs/how-to/reward-models.md has the keys.",
+    PREFERENCES: "`weft dpo` trains on preferences. docs/how-to/dpo.md has the keys.",
 }
 
 _ALGORITHMS = re.compile(r"online_dpo|nash_md|xpo|gdpo|grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
@@ -126,7 +126,7 @@ _OF_VALUES = {"gae": "PPO"}
 
 
 def task_of(trainer: Trainer, settings: Mapping[str, Any]) -> Task | None:
-    """What a config of this trainer asks for; None for supervised fine-tuning. settings: all names with their
+    """The kind of training in a config of this trainer; None for supervised fine-tuning. settings: all names with their
     values."""
     kinds = [
         (trainer.task(entry_of(name, trainer.tasks) or "", value), name, value) for name, value in settings.items()
@@ -158,7 +158,7 @@ def _algorithm(trainer: Trainer, kind: str, name: str, value: Any, settings: Map
 
 
 def likely_trainer(names: Iterable[str]) -> Trainer | None:
-    """The trainer that has most of these dotted names, if there are enough of them and no other has as many."""
+    """The trainer with most of these dotted names; None if it has too few of them, or if another has as many."""
     names = list(names)
     if len(names) < _FOREIGN:
         return None

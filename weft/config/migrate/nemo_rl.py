@@ -1,10 +1,10 @@
-"""The algorithm of NeMo-RL's GRPO (examples/run_grpo_math.py) in weft's keys, one quantity after another.
+"""The algorithm of NeMo-RL's GRPO (examples/run_grpo_math.py) in weft's keys, one quantity at a time.
 
-A config states everything, or names another whose settings it changes (`defaults:`); what neither has is that of
-examples/configs/grpo_math_1B.yaml. What they compute is in nemo_rl/algorithms/loss_functions.py (the loss),
+A config sets everything, or names a parent whose settings it changes (`defaults:`). For all other settings the values
+of examples/configs/grpo_math_1B.yaml apply. The computations are in nemo_rl/algorithms/loss_functions.py (the loss),
 nemo_rl/algorithms/utils.py (baseline, deviation, KL), nemo_rl/algorithms/grpo.py (the order of a step) and
-nemo_rl/models/policy/dtensor_policy_worker.py (the schedule, stepped once per rollout step). Read at commit 54bec9d1,
-with names of later versions. Every key that defines the algorithm is written, as algorithm.py says.
+nemo_rl/models/policy/dtensor_policy_worker.py (the schedule, stepped once per rollout step), at commit 54bec9d1. Names
+of later versions are included. Every key that defines the algorithm is written; see algorithm.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.yaml12 import show
 
-# Name -> the value of grpo_math_1B.yaml, of everything that is read here.
+# Name -> its value in grpo_math_1B.yaml, for every name that this file reads.
 DEFAULTS: dict[str, Any] = {
     "grpo.num_prompts_per_step": 32,
     "grpo.num_generations_per_prompt": 16,
@@ -65,11 +65,11 @@ DEFAULTS: dict[str, Any] = {
     "data.max_input_seq_length": None,
 }
 _LOSS, _GENERATION = "loss_fn", "policy.generation"
-# Sections that count although their `enabled` is false.
+# Sections that have an effect although their `enabled` is false.
 _ALWAYS = ("checkpointing", "policy.generation.colocated", "policy.dynamic_batching", "grpo.async_grpo")
 _MEGATRON = "policy.megatron_cfg"
-_TRAINED = {"prompt": "instruction", "answer": "output"}  # columns that are trained, rather than rewarded
-# Names of Megatron's section -> the names that say the same of PyTorch's.
+_TRAINED = {"prompt": "instruction", "answer": "output"}  # the columns of data that is trained, not rewarded
+# Names in Megatron's section -> the names with the same meaning for PyTorch.
 _OF_MEGATRON = {
     "tensor_model_parallel_size": "policy.dtensor_cfg.tensor_parallel_size",
     "context_parallel_size": "policy.dtensor_cfg.context_parallel_size",
@@ -83,7 +83,7 @@ _OF_MEGATRON = {
     **{f"peft.{leaf}": f"policy.dtensor_cfg.lora_cfg.{leaf}"
        for leaf in ("enabled", "dim", "alpha", "dropout", "target_modules")},
 }  # fmt: skip
-# Data sets that NeMo-RL knows by a name -> a source of weft, without the split that is the hub's only one.
+# Data sets with a name in NeMo-RL -> a source of weft. The split is omitted if the hub has only one.
 _DATASETS: dict[str, dict[str, Any]] = {
     "AIME2024": {"path": "HuggingFaceH4/aime_2024", "columns": {"prompt": "problem", "answer": "answer"}},
     "DAPOMath17K": {"path": "BytedTsinghua-SIA/DAPO-Math-17k", "columns": {"answer": "reward_model.ground_truth"}},
@@ -106,15 +106,15 @@ _DATASETS: dict[str, dict[str, Any]] = {
 
 
 def settings_in_use(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(The settings that have an effect, under the names that NemoRl and the table know; name -> advice about those
-    that have none). Sections that are switched off are left out, Megatron's settings have the names of PyTorch's, and
-    data sets that NeMo-RL knows by a name are where they are on the hub."""
+    """(The settings that have an effect, with the names that NemoRl and the table know; name -> advice, for settings
+    without effect). Disabled sections are omitted, Megatron's settings get the names of PyTorch's, and data sets with a
+    name in NeMo-RL get their location on the hub."""
     is_off = {
         name.removesuffix(".enabled") for name, value in settings.items() if name.endswith(".enabled") and not value
     }
     is_off -= {*_ALWAYS}
     is_off = {part for part in is_off if not any(part.startswith(f"{other}.") for other in is_off)}
-    notes = {f"{part}.*": "its `enabled` is false: nothing of it counts." for part in sorted(is_off)}
+    notes = {f"{part}.*": "its `enabled` is false, so the section has no effect." for part in sorted(is_off)}
     known = {name: value for name, value in settings.items() if not any(name.startswith(f"{part}.") for part in is_off)}
     if known.get(f"{_MEGATRON}.enabled"):
         trained = {
@@ -142,7 +142,7 @@ def settings_in_use(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def _schedulers(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Megatron's schedule as the list of torch's schedulers that policy.scheduler would be."""
+    """Megatron's schedule, converted to the list of torch's schedulers in policy.scheduler."""
 
     def of(leaf: str, section: str = "scheduler") -> Any:
         return settings.get(f"{_MEGATRON}.{section}.{leaf}")
@@ -193,8 +193,8 @@ class NemoRl(Algorithm):
             self.take("data.path", name, "data.dataset_name")
         for key, quantity in (("data.prompt_file", "prompts"), ("data.system_prompt_file", "system prompt")):
             if self.value(key) is not None:
-                self.differs(quantity, f"put into the text of {self.value(key)}",
-                             "as they are: `rl.instruction` adds text behind them")  # fmt: skip
+                self.differs(quantity, f"inserted into the text of {self.value(key)}",
+                             "unchanged: `rl.instruction` appends text")  # fmt: skip
         self.take("rl.chat", True, "rl.chat", "NeMo-RL renders prompts with the chat template")
         total, limit = int(self.number("policy.max_total_sequence_length")), f"{_GENERATION}.max_new_tokens"
         longest = int(self.number(limit)) or total
@@ -206,8 +206,8 @@ class NemoRl(Algorithm):
             self.take("rollout.max_prompt_tokens", prompt, "data.max_input_seq_length",
                       f"of max_total_sequence_length {total}")  # fmt: skip
             self.take("rollout.max_new_tokens", total - prompt, limit, f"max_total_sequence_length {total} - {prompt}")
-            self.differs("longest completion", f"what its prompt leaves of {total} tokens", f"{total - prompt}")
-        self.take("data.long_documents", "drop", "data.long_documents", "longer prompts are not trained")
+            self.differs("longest completion", f"{total} tokens minus the prompt", f"{total - prompt}")
+        self.take("data.long_documents", "drop", "data.long_documents", "NeMo-RL does not train on longer prompts")
 
     def rewards(self) -> None:
         """Set rl.reward."""
@@ -216,12 +216,12 @@ class NemoRl(Algorithm):
             self.take("rl.reward", ["math"], "env.math")
             self.same("reward", "math: 1 or 0, by math-verify", "math: 1 or 0, by math-verify")
         else:
-            self.differs("reward", f"of the environments {', '.join(environments) or '?'}", "none yet: set `rl.reward`")
+            self.differs("reward", f"of the environments {', '.join(environments) or '?'}", "none: set `rl.reward`")
         for name in self.settings:
             if name.startswith("env.") and not name.endswith("num_workers"):
-                self.draft.notes[name] = "weft does not know this environment: write `rl.reward` or `rl.environment`."
+                self.draft.notes[name] = "weft does not know this environment: set `rl.reward` or `rl.environment`."
         if (turns := int(self.number("grpo.max_rollout_turns"))) > 1:
-            self.differs("turns of a sample", str(turns), "one; `rl.environment` and `rl.max_turns` have more")
+            self.differs("turns of a sample", str(turns), "one; for more set `rl.environment` and `rl.max_turns`")
 
     def advantage(self) -> None:
         """Set rl.algorithm, rl.advantage, rl.advantage_norm, rl.mask_truncated and rl.dynamic_sampling."""
@@ -230,14 +230,14 @@ class NemoRl(Algorithm):
         advantage = "rloo" if excludes and not divides else "grpo"
         self.take("rl.algorithm", advantage, name)
         self.take("rl.advantage", advantage, name)
-        members = "others of the group" if excludes else "group"
+        members = "other samples of the group" if excludes else "group"
         original = f"reward - mean of the {members}"
         if divides:
-            original += f" / standard deviation of the {members}, with n below"
+            original += f" / standard deviation of the {members}, divisor n"
         if advantage == "grpo":
             self.take("rl.advantage_norm", "group" if divides else "none", "grpo.normalize_rewards")
-        drafted = f"reward - mean of the {'others of the group' if advantage == 'rloo' else 'group'}"
-        drafted += " / standard deviation of the group, with n - 1 below" * divides
+        drafted = f"reward - mean of the {'other samples of the group' if advantage == 'rloo' else 'group'}"
+        drafted += " / standard deviation of the group, divisor n - 1" * divides
         (self.differs if divides else self.same)("advantage", original, drafted)
         self.take("rl.mask_truncated", self.on("grpo.overlong_filtering"), "grpo.overlong_filtering")
         replaces = self.on("grpo.use_dynamic_sampling")
@@ -261,7 +261,7 @@ class NemoRl(Algorithm):
         self.take("rl.entropy_coef", 0.0, "rl.entropy_coef", "NeMo-RL has none")
 
     def kl(self) -> None:
-        """Set rl.kl_coef and what belongs to it."""
+        """Set rl.kl_coef and the related keys."""
         coef, kind = (
             self.number(f"{_LOSS}.reference_policy_kl_penalty"),
             str(self.value(f"{_LOSS}.reference_policy_kl_type")),
@@ -271,7 +271,7 @@ class NemoRl(Algorithm):
         if self.on(f"{_LOSS}.use_on_policy_kl_approximation"):
             original = f"{coef:g} in the loss, {kind} x the ratio of policy and engine, without its gradient"
         elif inner is not None and clamp is None:
-            original = f"{coef:g} in the loss, {kind} of a log ratio that is cut at {inner}"
+            original = f"{coef:g} in the loss, {kind} of a log ratio clamped at {inner}"
         name = f"{_LOSS}.reference_policy_kl_penalty"
         limit = None if clamp is None else float(next(numbers_of(clamp), 0)) or None
         self.penalty(coef, name, "loss", kind if kind in ("k1", "k2", "k3") else "k3", limit, False, original)
@@ -292,7 +292,7 @@ class NemoRl(Algorithm):
         backend = str(self.value(f"{_GENERATION}.backend"))
         self.take("rollout.engine", "vllm", f"{_GENERATION}.backend")
         if backend != "vllm":
-            draft.notes[f"{_GENERATION}.backend"] = f"weft has no engine {backend}: the draft has vllm."
+            draft.notes[f"{_GENERATION}.backend"] = f"weft has no engine {backend}: the draft uses vllm."
         self.take("rollout.tp", tp, f"{_GENERATION}.vllm_cfg.tensor_parallel_size")
         if self.on(f"{_GENERATION}.vllm_cfg.enforce_eager"):
             self.take("rollout.engine_kwargs", {"enforce_eager": True}, f"{_GENERATION}.vllm_cfg.enforce_eager")
@@ -314,7 +314,7 @@ class NemoRl(Algorithm):
                       f"{engines} GPUs / {tp}")  # fmt: skip
 
     def steps(self) -> None:
-        """Set sizes, the optimizer steps of a rollout step, the schedule, and what weft counts by these steps."""
+        """Set sizes, the optimizer steps of a rollout step, the schedule, and the keys that count these steps."""
         draft, batch = self.draft, int(self.number("policy.train_global_batch_size"))
         for key, name in (
             ("rl.prompts_per_step", "num_prompts_per_step"),
@@ -334,7 +334,7 @@ class NemoRl(Algorithm):
             self.take("eval.at_start", self.on("grpo.val_at_start"), "grpo.val_at_start")
         else:
             for key in [key for key in draft.values if key.startswith("eval.")]:
-                draft.drop(key, "held-out prompts come with the data set there: set `eval.path`.")
+                draft.drop(key, "NeMo-RL's data set contains the held-out prompts: set `eval.path`.")
         self.schedule(count)
         draft.count_updates(("train.steps", "checkpoint.every", "schedule.warmup_steps"), count)
         warmup, steps = draft.value("schedule.warmup_steps", 0), draft.value("train.steps", 0)
@@ -357,7 +357,7 @@ def take_schedule(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str, 
     whether they are the same)."""
     name = "policy.scheduler"
     listed = settings.get(name)
-    if listed is None:  # one scheduler, whose arguments have names of their own
+    if listed is None:  # one scheduler, whose arguments have different names
         one = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
         kwargs = {key.removeprefix("kwargs."): value for key, value in one.items() if key != "name"}
         listed = [{"name": one["name"], "kwargs": kwargs}] if one else []

@@ -1,9 +1,9 @@
-"""The algorithm of OpenRLHF (`python -m openrlhf.cli.train_ppo_ray`) in weft's keys, one quantity after another.
+"""The algorithm of OpenRLHF (`python -m openrlhf.cli.train_ppo_ray`) in weft's keys, one quantity at a time.
 
-The defaults are in openrlhf/cli/train_ppo_ray.py. What they compute is in openrlhf/models/loss.py (losses and their
+The defaults are in openrlhf/cli/train_ppo_ray.py. The computations are in openrlhf/models/loss.py (losses and their
 aggregation), openrlhf/models/utils.py (KL), openrlhf/trainer/ppo_utils/experience_maker.py (rewards and advantages) and
-openrlhf/trainer/ray/ppo_actor.py. Read at commit 3c3be623. Names of former versions (`--init_kl_coef`) are translated
-by the table. Every key that defines the algorithm is written, as algorithm.py says.
+openrlhf/trainer/ray/ppo_actor.py, at commit 3c3be623. The table translates names of former versions
+(`--init_kl_coef`). Every key that defines the algorithm is written; see algorithm.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.config.migrate.algorithm import Algorithm
 
-# Name -> OpenRLHF's default, of everything that is read here.
+# Name -> OpenRLHF's default, for every name that this file reads.
 DEFAULTS: dict[str, Any] = {
     "rollout.batch_size": 1024,
     "rollout.n_samples_per_prompt": 1,
@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {
     "rollout.temperature": 1.0,
     "rollout.top_p": 1.0,
     "data.max_len": 2048,
-    "data.prompt_max_len": None,  # of former versions
+    "data.prompt_max_len": None,  # name of former versions
     "data.input_key": "input",
     "data.label_key": None,
     "data.image_key": "images",
@@ -87,12 +87,12 @@ _ESTIMATORS = {
     "reinforce_baseline": (
         "reinforce++_baseline", "reinforce++_baseline", None, "reward - mean of the group, whitened over all tokens"
     ),
-    "rloo": ("rloo", "rloo", None, "reward - mean of the others of the group"),
+    "rloo": ("rloo", "rloo", None, "reward - mean of the other samples of the group"),
     "group_norm": ("grpo", "grpo", "group", "reward - mean of the group / standard deviation of the group"),
     "dr_grpo": ("dr_grpo", "grpo", "none", "reward - mean of the group"),
 }  # fmt: skip
 _WHITENED = ("gae", "reinforce", "reinforce_baseline")
-# Of the critic's own names -> the actor's, which weft uses for both, and the default of both.
+# Names of the critic's settings -> the actor's, which weft uses for both, and the default of both.
 _SHARED = {
     "adam.betas": [0.9, 0.95], "adam.eps": 1e-8, "adam.weight_decay": 0.0, "optim": "adam",
     "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.03, "min_lr_ratio": 0.1, "max_norm": 1.0,
@@ -135,42 +135,42 @@ class OpenRlhf(Algorithm):
         self.take("data.columns", columns, "data.input_key", "data.input_key, data.label_key")
         self.take("rl.chat", self.on("data.apply_chat_template"), "data.apply_chat_template")
         if (template := self.value("data.input_template")) is not None:
-            self.differs("prompts", f"put into {template!r}", "as they are: `rl.instruction` adds text behind them")
+            self.differs("prompts", f"inserted into {template!r}", "unchanged: `rl.instruction` appends text")
         if self.value("data.prompt_probs") is not None:
             self.differs("prompts of a step", f"{self.value('data.prompt_probs')} of each file",
-                         "as they come: set `data.sources`, with weights")  # fmt: skip
+                         "in the order of the files: set `data.sources`, with weights")  # fmt: skip
         total, limit = int(self.number("data.max_len")), self.value("rollout.max_new_tokens")
         prompt = int(self.number("data.prompt_max_len")) or min(1024, total // 2)
         if limit is None:
             self.take("rollout.max_prompt_tokens", prompt, "data.max_len", f"of data.max_len {total}")
             self.take("rollout.max_new_tokens", total - prompt, "data.max_len", f"data.max_len {total} - {prompt}")
-            self.differs("longest completion", f"what its prompt leaves of {total} tokens", f"{total - prompt}")
+            self.differs("longest completion", f"{total} tokens minus the prompt", f"{total - prompt}")
         else:
             longest = int(self.number("rollout.max_new_tokens"))
             room = int(self.number("data.prompt_max_len")) or max(1, total - longest)
             self.take("rollout.max_new_tokens", longest, "rollout.max_new_tokens")
             self.take("rollout.max_prompt_tokens", room, "data.max_len", f"data.max_len {total} - {longest}")
-        self.take("data.long_documents", "error", "data.long_documents", "no prompt is left out in silence")
+        self.take("data.long_documents", "error", "data.long_documents", "no prompt is omitted silently")
 
     def rewards(self) -> None:
         """Set rl.reward, rl.overlong_buffer and rl.overlong_penalty."""
         path, remote = self.value("reward.model_name_or_path"), self.value("reward.remote_url")
         if self.value("train.agent_func_path") is not None:
             self.differs("samples and rewards", f"of the agent {self.value('train.agent_func_path')}",
-                         "of the engine; `rl.environment` has turns and tools")  # fmt: skip
+                         "of the engine; `rl.environment` supports turns and tools")  # fmt: skip
         if remote is not None and not str(remote).startswith("http"):
             self.functions([str(remote)], "reward.remote_url", "(queries, prompts, labels)")
         elif remote is not None:
-            self.differs("reward", f"of the server {remote}", "none yet: set `rl.reward`, a function that asks it")
+            self.differs("reward", f"of the server {remote}", "none: set `rl.reward` to a function that calls it")
         elif path is not None:
             self.take(
                 "rl.reward", [f"model:{one_path}" for one_path in str(path).split(",")], "reward.model_name_or_path"
             )
             self.same("reward", f"model {path}", f"model:{path}")
         elif self.value("train.agent_func_path") is None:
-            self.differs("reward", "none", "none yet: set `rl.reward`")
+            self.differs("reward", "none", "none: set `rl.reward`")
         if self.on("reward.normalize_enable"):
-            self.differs("scale of rewards", "by the reward model's running mean and deviation", "as they are given")
+            self.differs("scale of rewards", "by the reward model's running mean and deviation", "unchanged")
         bounds = self.value("reward.clip_range")
         text = "-10 to 10" if bounds is None else f"{bounds[0]:g} to {bounds[1]:g}"
         is_reached = bounds is not None or path is not None
@@ -184,8 +184,8 @@ class OpenRlhf(Algorithm):
             )
         if (coef := self.value("reward.stop_properly_penalty_coef")) is not None:
             self.differs("reward of samples that did not end", f"stop_properly_penalty_coef {coef}",
-                         "as of others; `rl.mask_truncated` leaves them out")  # fmt: skip
-        self.take("rl.mask_truncated", False, "rl.mask_truncated", "samples of the greatest length are trained")
+                         "unchanged; `rl.mask_truncated` omits them")  # fmt: skip
+        self.take("rl.mask_truncated", False, "rl.mask_truncated", "samples of the maximum length are trained")
 
     def advantage(self, estimator: str) -> None:
         """Set rl.algorithm, rl.advantage, rl.advantage_norm, rl.gamma, rl.gae_lambda and rl.dynamic_sampling."""
@@ -196,7 +196,7 @@ class OpenRlhf(Algorithm):
         if norm is not None:
             self.take("rl.advantage_norm", norm, name)
         undivided = self.on("algo.advantage.no_std_norm") and estimator in _WHITENED
-        original = f"{estimator}: {text}" + ", only their mean taken off" * undivided
+        original = f"{estimator}: {text}" + ", only their mean subtracted" * undivided
         is_same = estimator in _ESTIMATORS and not undivided
         (self.same if is_same else self.differs)("advantage", original, f"{advantage}: {text}")
         if advantage in ("gae", "reinforce++"):
@@ -208,8 +208,8 @@ class OpenRlhf(Algorithm):
         self.take("rl.dynamic_sampling", 100 if replaces else 0, "algo.dynamic_filtering_enable")
         if replaces:
             low, high = map(float, self.value("algo.dynamic_filtering_range"))
-            self.differs("groups that are replaced", f"those whose mean score is not inside {low:g} to {high:g}",
-                         "those of equal rewards, which is the same for rewards of 0 and 1")  # fmt: skip
+            self.differs("replaced groups", f"groups whose mean score is not inside {low:g} to {high:g}",
+                         "groups with equal rewards, which is the same for rewards of 0 and 1")  # fmt: skip
 
     def policy_loss(self) -> None:
         """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
@@ -224,11 +224,11 @@ class OpenRlhf(Algorithm):
         self.aggregation(mode, "actor.policy_loss_type", "actor.max_norm")
         self.take("rl.entropy_coef", self.number("actor.entropy_coef"), "actor.entropy_coef")
         if self.number("actor.entropy_coef") and loss == "gspo":
-            self.take("rl.entropy_aggregation", "token_mean", "actor.entropy_coef", "the mean over tokens, as theirs")
+            self.take("rl.entropy_aggregation", "token_mean", "actor.entropy_coef", "the mean over tokens, like theirs")
         self.compare_values({"entropy": "rl.entropy_coef"})
 
     def kl(self, estimator: str) -> None:
-        """Set rl.kl_coef and what belongs to it."""
+        """Set rl.kl_coef and the related keys."""
         coef, kind = self.number("algo.kl.init_coef"), str(self.value("algo.kl.estimator"))
         used_in = "loss" if self.on("algo.kl.use_loss") else "reward"
         original = ""
@@ -236,7 +236,7 @@ class OpenRlhf(Algorithm):
             original = f"{coef:g} in the {used_in}, adapted to {self.value('algo.kl.target')} over "
             original += f"{self.value('algo.kl.horizon')} samples"
         elif used_in == "reward" and estimator not in ("gae", "reinforce"):
-            original = f"{coef:g} of the KL of each token and those behind it, after the group is compared"
+            original = f"{coef:g} of the KL of each token and the tokens after it, after the group is compared"
         elif used_in == "loss" and self.value("actor.policy_loss_type") == "gspo":
             original = f"{coef:g} in the loss, its mean over tokens"
         self.penalty(coef, "algo.kl.init_coef", used_in, kind, 10.0, False, original)
@@ -263,17 +263,17 @@ class OpenRlhf(Algorithm):
         path = self.value("critic.model_name_or_path") or self.value("reward.model_name_or_path")
         if path is not None:
             self.take("critic.path", str(path).split(",")[0], "critic.model_name_or_path")
-        self.differs("critic's head at the start", "that of its checkpoint, else drawn at random",
+        self.differs("critic's head at the start", "from its checkpoint, otherwise random",
                      "zeros; `critic.head` has others")  # fmt: skip
         if (steps := self.number("critic.freezing_steps")) > 0:
             self.differs("warm-up of the critic", f"{steps:g} steps without the policy", "none")
         for leaf, default in _SHARED.items():
             critic, actor = (self.settings.get(f"{role}.{leaf}", default) for role in ("critic", "actor"))
             if critic != actor:
-                self.differs(f"{leaf} of the critic", f"{critic}, policy {actor}", "as the policy")
+                self.differs(f"{leaf} of the critic", f"{critic}, policy {actor}", "the policy's")
 
     def devices(self, gpus: int | None) -> None:
-        """Set the engines, and what waits in the host's memory while they generate."""
+        """Set the engines, and the parts of trainers that move to host memory while engines generate."""
         draft, tp = self.draft, int(self.number("vllm.tensor_parallel_size"))
         self.take("rollout.engine", "vllm", "vllm.num_engines", "OpenRLHF's engine")
         self.take("rollout.tp", tp, "vllm.tensor_parallel_size")
@@ -300,20 +300,20 @@ class OpenRlhf(Algorithm):
         if self.draft.value("rl.kl_coef"):
             self.take("reference.cpu_offload", self.on("ref.offload"), "ref.offload")
         if int(self.number("ds.zero_stage")) < 3:
-            self.same("weights on each device", "whole, gradients and optimizer state are sharded (ZeRO below 3)",
+            self.same("weights on each device", "complete; gradients and optimizer state are sharded (ZeRO below 3)",
                       "sharded; `fsdp.reshard_after_forward: false` keeps them from forward to backward")  # fmt: skip
 
     def evaluation(self) -> None:
         """Set how answers to held-out prompts are drawn."""
         if "eval.path" not in self.draft.values:
             for key in [key for key in self.draft.values if key.startswith("eval.")]:
-                self.draft.drop(key, "there are no held-out prompts: set `eval.path`.")
+                self.draft.drop(key, "the config has no held-out prompts: set `eval.path`.")
             return
         self.take("eval.samples", int(self.number("eval.n_samples_per_prompt")), "eval.n_samples_per_prompt")
         self.take("eval.temperature", self.number("eval.temperature"), "eval.temperature")
 
     def steps(self) -> None:
-        """Set prompts and samples of a rollout step, its optimizer steps, and what weft counts by them."""
+        """Set prompts and samples of a rollout step, its optimizer steps, and the keys that count these steps."""
         draft = self.draft
         self.take("rl.prompts_per_step", int(self.number("rollout.batch_size")), "rollout.batch_size")
         self.take("rl.group_size", int(self.number("rollout.n_samples_per_prompt")), "rollout.n_samples_per_prompt")
@@ -329,11 +329,11 @@ class OpenRlhf(Algorithm):
         draft.count_updates(("checkpoint.every",), count * int(self.number("train.max_epochs")))
         if self.value("rollout.vllm_generate_batch_size") is not None:
             self.same(
-                "prompts that are begun", str(self.value("rollout.vllm_generate_batch_size")), "as many as are needed"
+                "prompts that are started", str(self.value("rollout.vllm_generate_batch_size")), "as many as necessary"
             )
         if str(self.value("actor.optim")) == "muon":
             self.differs(
-                "optimizer", "muon, with its own lr and AdamW's for the others", "muon, with `optimizer.lr` for all"
+                "optimizer", "muon, with a separate lr for AdamW's parameters", "muon, with `optimizer.lr` for all"
             )
         self.compare_steps()
         self.warmed("lr x (k - 1) / W: the first update has a rate of 0")

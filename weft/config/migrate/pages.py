@@ -91,7 +91,7 @@ _LIKE = """\
 
 
 def _like(trainer: Trainer) -> str:
-    """The table of values of rl.preset that differ from the algorithm's preset, or else from the schema's default."""
+    """The table of values of rl.preset that differ from the algorithm's preset, or from the schema's default."""
     rows = []
     for algorithm, keys in LIKE.get(trainer.name, {}).items():
         for leaf, value in keys.items():
@@ -144,7 +144,7 @@ def write(folder: Path) -> None:
 
 
 def _rows(names: Mapping[str, str]) -> str:
-    """Rows of a table, one for each answer, with all names to which it is the answer."""
+    """Rows of a table, one for each answer, with all names that have this answer."""
     by_answer: dict[str, list[str]] = {}
     for name, text in names.items():
         by_answer.setdefault(text, []).append(f"`{name}`")

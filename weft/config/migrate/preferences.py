@@ -1,4 +1,4 @@
-"""The loss of another trainer's preference tuning as weft's: what several of its names say together."""
+"""The loss of another trainer's preference tuning in weft's keys. Several of its names together determine the loss."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ from weft.config.preference_losses import LOSSES, facts_of
 
 _LOSS, _WEIGHTS = "preference.loss", "preference.weights"
 _LOSSES_OF = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "simpo": "simpo"}
-# TRL's names of losses: weft's. Those of CPOTrainer are others, though they are called alike.
+# TRL's names of losses -> weft's. CPOTrainer's losses differ, although some have the same names.
 _RENAMED = {"aot_pair": "aot_unpaired"}
 _OF_CPO = {"sigmoid": "cpo", "simpo": "simpo"}
 # Names of the factor on the cross entropy of chosen answers, which is added to the loss.
 _CROSS_ENTROPY = ("rpo_alpha", "pref_ftx", "sft_loss_weight")
-# Loss: what weft computes otherwise on more than one micro-batch. docs/reference/preference-losses.md has all.
+# Loss -> the difference in weft's computation with more than one micro-batch. docs/reference/preference-losses.md has
+# all.
 _DIFFERS = {
-    "kto": "z of `kto` is the mean over the optimizer step here, and over a micro-batch there.",
-    "aot": "answers are put in order over the optimizer step here, and over a micro-batch there.",
-    "aot_unpaired": "answers are put in order over the optimizer step here, and over a micro-batch there.",
-    "orpo": "cross entropy is the mean over the step's chosen tokens here; TRL's counts prompts, over a micro-batch.",
-    "cpo": "cross entropy is the mean over the step's chosen tokens here, and over a micro-batch's there.",
-    "sft": "cross entropy is the mean over the step's chosen tokens here, and over those of a micro-batch, or over "
-    "each answer's mean, there.",
+    "kto": "in weft z of `kto` is the mean over the optimizer step, in the other trainer over a micro-batch.",
+    "aot": "weft sorts the answers of the optimizer step, the other trainer those of a micro-batch.",
+    "aot_unpaired": "weft sorts the answers of the optimizer step, the other trainer those of a micro-batch.",
+    "orpo": "weft's cross entropy is the mean over the step's chosen tokens; TRL's includes prompts, per micro-batch.",
+    "cpo": "weft's cross entropy is the mean over the step's chosen tokens, the other trainer's over a micro-batch's.",
+    "sft": "weft's cross entropy is the mean over the step's chosen tokens; the other trainer's is the mean over a "
+    "micro-batch, or over the means of the answers.",
 }
 # Keys that commands of pairs refuse -> why.
 _REFUSED = {
-    "lora.dropout": "pairs of answers are compared without dropout, and `lora.dropout` is refused: the draft has none.",
-    "train.neftune_noise_alpha": "noise would differ between the answers of a pair: it is refused, and left out.",
-    "data.train_on": "preferences compare the answers behind the prompt, whatever this says: remove it.",
+    "lora.dropout": "`weft dpo` compares answers without dropout and refuses `lora.dropout`: the draft omits it.",
+    "train.neftune_noise_alpha": "noise would differ between the answers of a pair: weft refuses it, the draft omits "
+    "it.",
+    "data.train_on": "preferences always compare the answers after the prompt: remove it.",
 }
 
 
 _TRAINERS = (
-    "the file does not name its trainer, and the draft is that of DPOTrainer: set `preference.loss` to orpo for "
-    "ORPOTrainer, cpo for CPOTrainer and kto for KTOTrainer."
+    "the file does not name its trainer, so the draft assumes DPOTrainer: set `preference.loss` to orpo for "
+    "ORPOTrainer, to cpo for CPOTrainer, and to kto for KTOTrainer."
 )
 
 
 def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Set preference.loss and preference.weights from the trainer's method, its losses and their factors; drop what
-    `weft dpo` refuses. settings: all names of the config with their values."""
+    """Set preference.loss and preference.weights from the trainer's method, its losses and their factors. Remove keys
+    that `weft dpo` refuses. settings: all names of the config with their values."""
     method, origin = method_of(draft, settings)
     named, loss_origin, name = draft.values.pop(_LOSS, (None, origin, _LOSS))
     losses = [named] if isinstance(named, str) else list(named or [_LOSSES_OF[method]])
     if named is not None:
         known = _OF_CPO if method == "cpo" else {loss: loss for loss in LOSSES} | _RENAMED
         if unknown := [loss for loss in losses if loss not in known]:
-            draft.notes[name] = f"weft has no loss {', '.join(unknown)} for {method.upper()}: set `{_LOSS}`."
+            draft.notes[name] = f"weft has no loss {', '.join(unknown)} of {method.upper()}: set `{_LOSS}`."
             draft.values[_LOSS] = (None, f"set it: {name} is {', '.join(unknown)}", name)
             return drop_refused(draft)
         losses = [known[loss] for loss in losses]
@@ -72,7 +74,7 @@ def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
 
 
 def method_of(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """(The trainer's method, a key of _LOSSES_OF; the name that says so)."""
+    """(The trainer's method, a key of _LOSSES_OF; the name that selects it)."""
     methods = draft.job.methods if draft.job is not None else {}
     for name, value in settings.items():
         entry = name if name in methods else draft.entry(name)
@@ -83,7 +85,7 @@ def method_of(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _popped(draft: Draft, key: str, default: float) -> tuple[float, str]:
-    """(The value that was taken for a key, which leaves the draft, or the trainer's default; its origin)."""
+    """(The converted value of a key, which is removed from the draft, or the trainer's default; its origin)."""
     value, _, name = draft.values.pop(key, (default, "", f"{draft.trainer.short}'s default cpo_alpha"))
     return value, name
 
@@ -100,11 +102,11 @@ def _add_cross_entropy(draft: Draft, losses: list[str], factor: float, name: str
 
 
 def drop_refused(draft: Draft) -> None:
-    """Drop what commands that compare pairs refuse, with a note."""
+    """Remove keys that commands which compare pairs refuse, and note the reason."""
     for key, why in _REFUSED.items():
         value, _, name = draft.values.get(key, (None, "", ""))
         if value not in (None, 0, "answers"):
             del draft.values[key]
             if name == key and key.startswith("lora.") and draft.value("lora.rank") is None:
-                continue  # a default of adapters that there are not
+                continue  # a default of adapters, in a draft without adapters
             draft.notes[name if name != key else f"({key} {value}, {draft.trainer.short}'s default)"] = why

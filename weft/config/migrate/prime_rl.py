@@ -1,9 +1,9 @@
-"""The algorithm of prime-rl (`rl @ rl.toml`) in weft's keys, one quantity after another.
+"""The algorithm of prime-rl (`rl @ rl.toml`) in weft's keys, one quantity at a time.
 
 The defaults are in packages/prime-rl-configs/src/prime_rl/configs (rl.py, trainer.py, orchestrator.py, algorithm.py).
-What they compute is in src/prime_rl/orchestrator/algo (advantages), src/prime_rl/trainer/rl/loss.py (the loss) and
-src/prime_rl/trainer/scheduler.py. Read at commit 559b4477. Prompts, rewards and turns come from an environment of
-verifiers, which the draft does not name. Every key that defines the algorithm is written, as algorithm.py says.
+The computations are in src/prime_rl/orchestrator/algo (advantages), src/prime_rl/trainer/rl/loss.py (the loss) and
+src/prime_rl/trainer/scheduler.py, at commit 559b4477. Prompts, rewards and turns come from an environment of the
+package verifiers, which the draft does not set. Every key that defines the algorithm is written; see algorithm.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.config.migrate.draft import numbers_of
 
 _SAMPLING, _MODEL, _LOSS = "orchestrator.train.sampling", "trainer.model", "trainer.loss"
 
-# Name -> prime-rl's default, of everything that is read here.
+# Name -> prime-rl's default, for every name that this file reads.
 DEFAULTS: dict[str, Any] = {
     "max_steps": None,
     "seq_len": None,
@@ -93,17 +93,17 @@ class PrimeRl(Algorithm):
         self.steps()
 
     def environment(self) -> None:
-        """Set rl.reward as far as a config without environments says it."""
+        """Set rl.reward, if the config determines it without its environments."""
         sources = self.value("orchestrator.train.source")
         sources = [source for source in sources if isinstance(source, Mapping)] if isinstance(sources, list) else []
         names = [str(source.get("name") or source.get("id") or "?") for source in sources]
         self.differs("prompts and rewards", f"of the environments {', '.join(names) or '?'} of verifiers",
-                     "none yet: set `data.path` and `rl.agent=verifiers:FILE.toml`, or `rl.reward`")  # fmt: skip
+                     "none: set `data.path` and `rl.agent=verifiers:FILE.toml`, or `rl.reward`")  # fmt: skip
         for source in sources:
             for leaf in ("algo", "sampling", "group_size", "curriculum"):
                 if leaf in source:
-                    self.differs(f"{leaf} of {source.get('name', '?')}", str(source[leaf]), "as of all prompts")
-        self.take("rl.chat", True, "rl.chat", "prompts go through the model's renderer")
+                    self.differs(f"{leaf} of {source.get('name', '?')}", str(source[leaf]), "that of all prompts")
+        self.take("rl.chat", True, "rl.chat", "the model's renderer formats prompts")
 
     def lengths(self) -> None:
         """Set the longest prompt and completion."""
@@ -116,8 +116,8 @@ class PrimeRl(Algorithm):
         self.take("rollout.max_new_tokens", limit if 0 < limit < total else total - prompt, longest,
                   "" if 0 < limit < total else f"seq_len {total} - {prompt}")  # fmt: skip
         if not 0 < limit < total:
-            self.differs("longest completion", f"what its prompt leaves of {total} tokens", f"{total - prompt}")
-        self.take("data.long_documents", "error", "data.long_documents", "no prompt is left out in silence")
+            self.differs("longest completion", f"{total} tokens minus the prompt", f"{total - prompt}")
+        self.take("data.long_documents", "error", "data.long_documents", "no prompt is omitted silently")
         row = f"{_MODEL}.seq_len" if f"{_MODEL}.seq_len" in self.settings else name
         self.take("step.max_tokens_per_device", int(self.number(row)) or total, row)
         self.draft.fit_row(total, "sample")
@@ -140,14 +140,14 @@ class PrimeRl(Algorithm):
             original = f"opd: log(teacher / policy) of each token, of {teacher}"
             self.draft.values["rl.teacher"] = (teacher, "the teacher, as a model in the trainers' ranks", name)
             self.take("rl.teacher_in", "advantage", name)
-            text = "the same beside rewards: leave `rl.reward` empty for the teacher alone"
+            text = "the same in addition to rewards; without `rl.reward` only the teacher"
         is_same = kind in _ALGOS and not penalised
         (self.same if is_same else self.differs)("advantage", original, f"{advantage}: {text}")
         self.take("rl.dynamic_sampling", 0, "orchestrator.train.filter_zero_advantages")
         if self.on("orchestrator.train.filter_zero_advantages"):
-            self.differs("samples without an advantage", "are left out, and do not count in a batch",
-                         "count: `rl.dynamic_sampling` replaces their groups")  # fmt: skip
-        self.take("rl.mask_truncated", False, "rl.mask_truncated", "samples of the greatest length are trained")
+            self.differs("samples without an advantage", "are omitted, and not counted in a batch",
+                         "are counted; `rl.dynamic_sampling` replaces their groups")  # fmt: skip
+        self.take("rl.mask_truncated", False, "rl.mask_truncated", "samples of the maximum length are trained")
 
     def policy_loss(self) -> None:
         """Set rl.policy_loss, rl.clip, rl.loss_aggregation, rl.kl_coef and rl.entropy_coef."""
@@ -158,11 +158,11 @@ class PrimeRl(Algorithm):
         low, high = self.number(f"{_LOSS}.dppo_mask_low"), self.number(f"{_LOSS}.dppo_mask_high")
         if kind == "default":
             original = (
-                f"-{factor}ratio to the engine x advantage, without tokens whose probability moved by over {high:g} "
+                f"-{factor}ratio to the engine x advantage, without tokens whose probability changed by over {high:g} "
             )
             original += f"up (advantage above 0) or {low:g} down (below 0){pull}"
         elif kind == "ipo":
-            original = f"-{factor}ratio to the engine x advantage, without tokens whose probability moved by over "
+            original = f"-{factor}ratio to the engine x advantage, without tokens whose probability changed by over "
             original += f"{self.number(f'{_LOSS}.ipo_threshold'):g}{pull}"
         else:
             original = f"{kind}: {self.value(f'{_LOSS}.import_path')}"
@@ -177,9 +177,9 @@ class PrimeRl(Algorithm):
     def corrections(self) -> None:
         """Set rl.old_logprobs and rl.correction."""
         truncated = self.draft.value("rollout.allow_truncated", False)
-        if "rl.teacher" in self.draft.values or truncated:  # which both need the trainer's own logprobs
+        if "rl.teacher" in self.draft.values or truncated:  # both need the trainer's logprobs
             self.take(
-                "rl.old_logprobs", "recompute", "rl.old_logprobs", "the trainer's, as rl.teacher or top_k needs them"
+                "rl.old_logprobs", "recompute", "rl.old_logprobs", "the trainer's, which rl.teacher and top_k need"
             )
             self.corrects("tis", "token", 0.0, 2.0, f"{_LOSS}.type", "none: ratios are to the engine's logprobs")
         else:
@@ -187,7 +187,7 @@ class PrimeRl(Algorithm):
             self.same("logprobs of the old policy", "the engine's", "the engine's")
 
     def devices(self, gpus: int | None) -> None:
-        """Set the engines, the trainers' ranks, and what stays in the host's memory."""
+        """Set the engines, the trainers' ranks, and the parts that stay in host memory."""
         per_node, tp = (
             int(self.number("deployment.gpus_per_node")),
             int(self.number("inference.vllm.tensor_parallel_size")),
@@ -197,9 +197,7 @@ class PrimeRl(Algorithm):
             nodes = int(self.number(f"deployment.num_{role}_nodes"))
             sizes[role] = nodes * per_node if nodes else int(self.number(f"deployment.num_{role}_gpus"))
         self.take("cluster.trainer_ranks", gpus or sizes["train"], "deployment.num_train_gpus")
-        self.take(
-            "cluster.placement", "disaggregated", "deployment.type", "trainer and inference have GPUs of their own"
-        )
+        self.take("cluster.placement", "disaggregated", "deployment.type", "trainer and inference have separate GPUs")
         self.take("rollout.engine", "vllm", "inference.vllm", "prime-rl's engine")
         self.take("rollout.tp", tp, "inference.vllm.tensor_parallel_size")
         self.take("rollout.num_engines", max(1, sizes["infer"] // tp), "deployment.num_infer_gpus",
@@ -222,7 +220,7 @@ class PrimeRl(Algorithm):
         if group > 1:
             self.take("rl.group_size", group, "orchestrator.group_size")
         else:
-            text = "set it: with one sample of a prompt there is nothing to compare, and no advantage"
+            text = "set it: one sample per prompt has no group to compare with, so no advantage"
             draft.values["rl.group_size"] = (None, text, "orchestrator.group_size")
         self.take("rl.minibatches", 1, "rl.minibatches", "a rollout step is one optimizer step")
         self.take("rl.epochs", 1, "rl.epochs", "samples are trained once")
@@ -250,7 +248,7 @@ class PrimeRl(Algorithm):
         self.warmed("lr x (k - 1) / W: the first update has a rate near 0")
 
     def group_size(self) -> int:
-        """The samples of a prompt: the sources' own number, if all have the same, else the orchestrator's."""
+        """The samples of a prompt: the sources' number if all have the same, otherwise the orchestrator's."""
         sources = self.value("orchestrator.train.source")
         sizes = {source.get("group_size") for source in sources or () if isinstance(source, Mapping)}
         size = sizes.pop() if len(sizes) == 1 else None
@@ -280,4 +278,4 @@ class PrimeRl(Algorithm):
             self.take("schedule.decay_ratio", ratio, "trainer.scheduler.decay_steps", f"{decay} / {steps} steps")
             self.take("schedule.decay", "linear", name)
         elif kind == "linear":
-            self.take("schedule.name", "constant", name, "linear without decay_steps, or of a run without max_steps")
+            self.take("schedule.name", "constant", name, "linear without decay_steps, or in a run without max_steps")

@@ -1,5 +1,5 @@
 """Reads the arguments of a trainer in a Python program as a config: GRPOConfig(learning_rate=1e-6) and the like. The
-program is not run: values are literals, or names that the program binds once, to literals."""
+program is not run. Values are literals, or names that the program binds once to a literal."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from weft.config.yaml12 import Node, node_of
 from weft.errors import UserError
 from weft.files import regular_file
 
-_TRAINERS = {  # class -> the script of TRL that does the same
+_TRAINERS = {  # class -> the equivalent script of TRL
     "SFTTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
     "RewardTrainer": "reward", "PRMTrainer": "prm", "GKDTrainer": "gkd", "GRPOTrainer": "grpo", "RLOOTrainer": "rloo",
 }  # fmt: skip
-_SETTINGS = ("Config", "Arguments")  # the ends of names of classes whose arguments are settings
+_SETTINGS = ("Config", "Arguments")  # the ends of class names whose arguments are settings
 _ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-_SOURCES = ("model", "train_dataset", "eval_dataset")  # arguments of a trainer that load something
+_SOURCES = ("model", "train_dataset", "eval_dataset")  # arguments of a trainer that load a model or data
 
 
 def read_program(path: str) -> Node:
-    """name -> value of the arguments of a trainer's class and of its configs. Raises UserError for a program without
-    such a class, with several, or that is no Python."""
+    """name -> value of the arguments of a trainer's class and of its configs. Raises UserError for a file that is not a
+    Python program, or that does not have exactly one such class."""
     try:
         tree = ast.parse(regular_file(Path(path), "a Python program").read_text(encoding="utf-8"))
     except UserError:
@@ -35,9 +35,9 @@ def read_program(path: str) -> Node:
     trainers = [call for call in calls if _name(call.func) in _TRAINERS]
     if len(trainers) != 1:
         raise UserError(
-            f"{path}: has {len(trainers) or 'no'} calls of a trainer that `weft migrate` reads, which are "
-            f"{', '.join(_TRAINERS)}: give it a program with one. Of a program that writes a command line, give "
-            "the command line, in a file that ends in .sh. docs/how-to/notebook.md shows weft in Python."
+            f"{path}: has {len(trainers) or 'no'} calls of a trainer. `weft migrate` reads a program with one call of "
+            f"{', '.join(_TRAINERS)}. If the program builds a command line, write the command line into a file that "
+            f"ends in .sh, and pass that file. docs/how-to/notebook.md shows weft in Python."
         )
     bound = _bound(tree)
     settings: dict[str, Any] = {PROGRAM: _TRAINERS[_name(trainers[0].func)]}
@@ -56,12 +56,12 @@ def read_program(path: str) -> Node:
 
 
 def _name(function: ast.expr) -> str:
-    """The last part of the name of what is called."""
+    """The last part of the name of the called function."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _bound(tree: ast.AST) -> dict[str, ast.expr]:
-    """Name -> the expression that it is bound to; without those that are bound several times."""
+    """Name -> the expression that it is bound to, for names that are bound once."""
     bound: dict[str, ast.expr] = {}
     several = set[str]()
     for node in ast.walk(tree):
@@ -81,7 +81,7 @@ def _arguments(
 
 
 def _value(node: ast.expr, bound: Mapping[str, ast.expr]) -> Any:
-    """The value of a literal; of anything else, its name or its text."""
+    """The value of a literal. For any other expression, its name or its text."""
     for _ in range(4):  # a name may be bound to another
         if isinstance(node, ast.Name) and node.id in bound:
             node = bound[node.id]
@@ -94,7 +94,7 @@ def _value(node: ast.expr, bound: Mapping[str, ast.expr]) -> Any:
 
 
 def _source(argument: str, node: ast.expr, bound: Mapping[str, ast.expr]) -> dict[str, Any]:
-    """What a model or a data set is loaded from, under the names of TRL's scripts; else its text."""
+    """The source of a model or a data set, with the names of TRL's scripts; otherwise its text."""
     expression = bound.get(node.id, node) if isinstance(node, ast.Name) else node
     loads = [call for call in ast.walk(expression) if isinstance(call, ast.Call) and call.args]
     load = next((call for call in loads if _name(call.func) in ("load_dataset", "from_pretrained")), None)

@@ -1,12 +1,12 @@
-"""The algorithm of a ROLL config in weft's keys, one quantity after another.
+"""The algorithm of a ROLL config in weft's keys, one quantity at a time.
 
-ROLL spreads an algorithm over switches, whose defaults are in roll/configs/base_config.py (PPOConfig),
-roll/pipeline/rlvr/rlvr_config.py and roll/configs/*_args.py. What they compute is in roll/utils/functionals.py
+Many switches of ROLL define an algorithm. Their defaults are in roll/configs/base_config.py (PPOConfig),
+roll/pipeline/rlvr/rlvr_config.py and roll/configs/*_args.py. The computations are in roll/utils/functionals.py
 (rewards, advantages, aggregation), roll/pipeline/rlvr/actor_worker.py and actor_pg_worker.py (the loss),
-roll/pipeline/base_worker.py (the critic) and roll/utils/train_infer_corrections.py. Read at commit 8eb27cc2.
+roll/pipeline/base_worker.py (the critic) and roll/utils/train_infer_corrections.py, at commit 8eb27cc2.
 
-Every key that defines the algorithm is written into the draft. None is left to weft's default. Where weft computes
-something else, the quantity says so (`Quantity.same`), and the draft has to be confirmed.
+Every key that defines the algorithm is written into the draft. None is left to weft's default. If weft computes a
+quantity differently, `Quantity.same` is False, and the user must confirm the draft.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.config.migrate.draft import numbers_of
 from weft.config.migrate.rollouts import settle_rollouts
 from weft.config.yaml12 import show
 
-# Name -> ROLL's default, of everything that is read here.
+# Name -> ROLL's default, for every name that this file reads.
 DEFAULTS: dict[str, Any] = {
     "adv_estimator": "gae",
     "gamma": 1.0,
@@ -75,7 +75,7 @@ DEFAULTS: dict[str, Any] = {
     "ppo_epochs": 1,
     "max_grad_norm": 1.0,
     "num_return_sequences_in_group": 1,
-    "actor_infer.generating_args.num_return_sequences": None,  # replaced by the number above
+    "actor_infer.generating_args.num_return_sequences": None,  # the number above replaces it
     "actor_infer.generating_args.temperature": 0.95,
     "actor_infer.generating_args.top_p": 0.7,
     "actor_infer.generating_args.top_k": 50,
@@ -87,7 +87,7 @@ DEFAULTS: dict[str, Any] = {
     "validation.generating_args.top_k": 50,
     "validation.generating_args.num_return_sequences": 1,
 }
-# Of the critic's own training_args -> the key of weft that both models share, and ROLL's default.
+# Names in the critic's training_args -> the key of weft that both models share, and ROLL's default.
 _CRITIC = {
     "weight_decay": ("optimizer.weight_decay", 0.0),
     "adam_beta1": ("optimizer.betas", 0.9),
@@ -102,15 +102,15 @@ UNREAD = (
     "use_reward_norm", "add_len_reward", "l2", "mask_type", "balance_length", "minibatch_data_iter_num",
     "reward_norm", "reward_shift", "reward_scale",
 )  # fmt: skip
-# Names that settle_algorithm takes: no table says what they become.
+# Names that settle_algorithm converts; no table has entries for them.
 ALGORITHM = frozenset({*DEFAULTS, *UNREAD, "critic.training_args.learning_rate"} - {"num_return_sequences_in_group"})
 _PG_WORKER = "ActorPGWorker"  # the only worker that reads pg_variant
-_WITHIN_1 = ("math",)  # weft's rewards that are ROLL's, between 0 and 1
+_WITHIN_1 = ("math",)  # weft's rewards that equal ROLL's, between 0 and 1
 _SCALES = {None: "none", "group": "group", "batch": "batch"}
 
 
 class Roll(Algorithm):
-    """The algorithm of ROLL's RLVR and agentic pipelines. samples: of an optimizer step; None if that is not known."""
+    """The algorithm of ROLL's RLVR and agentic pipelines. samples: number in an optimizer step; None if unknown."""
 
     defaults = DEFAULTS
 
@@ -137,7 +137,9 @@ class Roll(Algorithm):
         self.take("rl.epochs", int(self.number("ppo_epochs")), "ppo_epochs")
         self.take("rl.group_size", self.group, "num_return_sequences_in_group")
         text = (
-            "ROLL's pipeline for images renders prompts" if self.draft.images else "ROLL continues a text as it stands"
+            "ROLL's pipeline for images renders prompts"
+            if self.draft.images
+            else "ROLL continues a text without a template"
         )
         self.take("rl.chat", self.draft.images, "rl.chat", text)
         self.rewards()
@@ -158,7 +160,7 @@ class Roll(Algorithm):
     # ------------------------------------------------------------ rewards and advantages
 
     def rewards(self) -> None:
-        """Rewards of several kinds, between which ROLL chooses by each row's tag."""
+        """Convert rewards of several kinds, from which ROLL chooses by each row's tag."""
         of_domain: dict[str, list[str]] = {}
         for name, value in self.settings.items():
             if fnmatchcase(name, "rewards.*.tag_included"):
@@ -177,18 +179,18 @@ class Roll(Algorithm):
             tags = "; ".join(
                 f"{domain}: {', '.join(tags_of_domain) or 'no tag'}" for domain, tags_of_domain in of_domain.items()
             )
-            self.take("rl.reward_column", "domain", "rewards", "set it: the column that holds a row's reward")
-            self.same("reward of a row", f"by its tag ({tags})", "by rl.reward_column, which holds a name of rl.reward")
+            self.take("rl.reward_column", "domain", "rewards", "set it: the column with the name of a row's reward")
+            self.same("reward of a row", f"by its tag ({tags})", "by rl.reward_column, a name of rl.reward")
         probabilities = {name: value for name, value in self.settings.items() if ".domain_interleave_probs." in name}
         if len(probabilities) > 1:
             shares = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in probabilities.items())
-            self.differs("prompts of a step", shares, "as they come in the data: split them into `data.sources`")
+            self.differs("prompts of a step", shares, "in the order of the data: split them into `data.sources`")
         for name, value in self.settings.items():
             if fnmatchcase(name, "rewards.*.*_filter_config.type") and value not in (None, "no_filter"):
-                self.differs("filter of groups", f"{name}: {value}", "none; `rl.dynamic_sampling` is the nearest")
+                self.differs("filter of groups", f"{name}: {value}", "none; the nearest is `rl.dynamic_sampling`")
         if any(name.split(".")[0] in ("custom_envs", "train_env_manager") for name in self.settings):
             self.differs("pipeline", "agents: rewards of a trajectory, normalised by reward_normalization",
-                         "`rl.environment`; rewards as below")  # fmt: skip
+                         "`rl.environment`; see the rewards below")  # fmt: skip
 
     def advantage(self) -> str:
         """Set rl.algorithm, rl.advantage, rl.advantage_norm, rl.gamma, rl.gae_lambda. Returns the name of the
@@ -229,7 +231,7 @@ class Roll(Algorithm):
         else:
             algorithm, estimator_name, scale = "reinforce++", "reinforce++", None
             constant = (mean is None or gamma == 1) and (not penalised or (mean is None and std is None))
-            exact = whitened and affine and constant  # whitening takes off what is added or multiplied everywhere
+            exact = whitened and affine and constant  # whitening removes terms and factors that all tokens share
             drafted = "reinforce++: reward, whitened over all tokens"
         if not is_known:
             description = f"{estimator}, which weft does not have"
@@ -257,19 +259,19 @@ class Roll(Algorithm):
             self.same("whitening of rewards", "none", "none")
         if self.domains > 1 and (whitened or "batch" in (mean, std)):
             self.differs(
-                "mean and deviation of a batch", "of each domain's samples", "of all samples of a rollout step"
+                "mean and deviation of a batch", "over each domain's samples", "over all samples of a rollout step"
             )
         if whitened and self.on("max_len_mask"):
-            self.differs("whitening beside max_len_mask", "over the tokens that are trained", "over all sampled tokens")
+            self.differs("whitening with max_len_mask", "over the trained tokens", "over all sampled tokens")
         self.bounds(mean, std, whitened)
         return estimator
 
     def bounds(self, mean: str | None, std: str | None, whitened: bool) -> None:
-        """Clips of rewards and advantages, which weft does not have: they are named unless they are never reached."""
+        """Note clips of rewards and advantages, which weft does not have, unless values never reach them."""
         small = all(name in _WITHIN_1 for name in self.draft.value("rl.reward") or ["?"])
-        largest = math.inf  # of a reward, once it is normalised
+        largest = math.inf  # of a normalised reward
         if mean == "group" and std == "group":
-            largest = (self.group - 1) / math.sqrt(self.group)  # one sample of a group unlike all others
+            largest = (self.group - 1) / math.sqrt(self.group)  # one sample of a group differs from all others
         elif small and std is None and mean in (None, "group"):
             largest = 1.0
         if self.on("add_token_level_kl"):
@@ -297,14 +299,14 @@ class Roll(Algorithm):
         else:
             for unused in ("pg_clip_low", "pg_clip_high"):
                 if unused in self.settings:
-                    self.draft.notes[unused] = "without use_pg_clip_range it has no effect."
+                    self.draft.notes[unused] = "it has no effect without use_pg_clip_range."
         origin = "pg_clip_low, pg_clip_high" if name == "pg_clip_low" else self.origin(name)
         self.take("rl.clip", [low, high], name, origin)
         self.same("clip of the ratio", f"1 - {low:g} to 1 + {high:g}", f"1 - {low:g} to 1 + {high:g}")
-        dual = 1 + 2 * clip if self.on("dual_clip_loss") else None  # of pg_clip, also with use_pg_clip_range
+        dual = 1 + 2 * clip if self.on("dual_clip_loss") else None  # from pg_clip, even with use_pg_clip_range
         self.take("rl.dual_clip", dual and float(f"{dual:.6g}"), "dual_clip_loss",
                   "dual_clip_loss: 1 + 2 x pg_clip" if dual else "")  # fmt: skip
-        text = "none" if dual is None else f"{dual:g} x advantage, where that is negative"
+        text = "none" if dual is None else f"{dual:g} x advantage, if that is negative"
         self.same("dual clip", text, text)
 
     def policy_loss(self) -> None:
@@ -318,7 +320,7 @@ class Roll(Algorithm):
             level = str(self.value("importance_sampling"))
             equivalent = "gspo" if level == "seq" else "ppo"
             self.take("rl.policy_loss", equivalent, "importance_sampling")
-            text = "clipped ratio of " + ("whole samples" if equivalent == "gspo" else "each token")
+            text = "clipped ratio of " + ("complete samples" if equivalent == "gspo" else "each token")
             constant = equivalent == "ppo" or (self.number("gamma") == 1 and self.algorithm != "ppo")
             (self.same if constant else self.differs)("policy loss", text, f"{equivalent}: {text}")
         self.aggregation(str(self.value("loss_agg_mode")), "loss_agg_mode", "max_grad_norm")
@@ -330,10 +332,10 @@ class Roll(Algorithm):
             self.differs("weight of the loss", f"rl_loss_coef {coefficient:g}", "1")
         for name in ("difficulty_loss_weight", "length_loss_weight"):
             if self.on(name):
-                self.differs("weights of samples", name, "all alike")
+                self.differs("weights of samples", name, "all equal")
 
     def variant(self, variant: str) -> None:
-        """Set rl.policy_loss, and rl.clip where it has bounds of its own, from pg_variant (ActorPGWorker)."""
+        """Set rl.policy_loss from pg_variant (ActorPGWorker), and rl.clip if the variant has separate bounds."""
         origin, low, high = "actor_train.pg_variant", 0.0, 0.0
         if variant == "cispo":
             low, high = (self.number(f"actor_train.cispo_epsilon_{end}") for end in ("low", "high"))
@@ -350,7 +352,7 @@ class Roll(Algorithm):
             self.take("rl.policy_loss", "cispo", origin)
             self.take("rl.clip", [low, high], origin, f"bounds of pg_variant {variant}")
             self.without("rl.dual_clip")
-            text = f"logprobs weighed by the ratio, cut to 1 - {low:g} to 1 + {high:g}"
+            text = f"logprobs weighted by the ratio, clipped to {1 - low:g} to {1 + high:g}"
             self.same("policy loss", f"{variant}: {text}", f"cispo: {text}")
         else:
             near = "cispo" if variant in ("tis", "topr") else "ppo"
@@ -360,7 +362,7 @@ class Roll(Algorithm):
             self.differs("policy loss", f"pg_variant {variant}{bounds}, which weft does not have", near)
 
     def without(self, *keys: str) -> None:
-        """Take keys of ppo's clips off the draft, for a policy loss that does not read them."""
+        """Remove the keys of ppo's clips from the draft, for a policy loss that does not read them."""
         for key in keys:
             self.draft.values.pop(key)
         self.draft.quantities = [
@@ -368,18 +370,18 @@ class Roll(Algorithm):
         ]
 
     def kl(self) -> None:
-        """Set rl.kl_coef and what belongs to it."""
+        """Set rl.kl_coef and the related keys."""
         in_loss = self.on("use_kl_loss") and self.number("kl_loss_coef") > 0
         in_reward = self.on("add_token_level_kl") and self.number("init_kl_coef") > 0
         terms = []
         if in_loss:
-            terms.append(f"{self.number('kl_loss_coef'):g} in the loss, k3 cut at 10")
+            terms.append(f"{self.number('kl_loss_coef'):g} in the loss, k3 clamped at 10")
         if in_reward:
             terms.append(f"{self.number('init_kl_coef'):g} in the reward, {self.value('kl_penalty')}")
         if not terms:
             for switch, weight in (("use_kl_loss", "kl_loss_coef"), ("add_token_level_kl", "init_kl_coef")):
                 if weight in self.settings and self.number(weight) and not self.on(switch):
-                    self.draft.notes[weight] = f"without {switch} it says nothing."
+                    self.draft.notes[weight] = f"it has no effect without {switch}."
             self.take("rl.kl_coef", 0.0, "use_kl_loss")
             self.same("KL", "none", "none")
             return
@@ -434,15 +436,15 @@ class Roll(Algorithm):
         masked = self.on("max_len_mask")
         self.take("rl.mask_truncated", masked, "max_len_mask")
         if masked and self.draft.value("rl.loss_aggregation") != "token_mean":
-            self.take("rl.count_masked", False, "max_len_mask", "ROLL divides by the samples that are trained")
+            self.take("rl.count_masked", False, "max_len_mask", "ROLL divides by the number of trained samples")
         text = "are not trained" if masked else "are trained"
-        self.same("samples of the greatest length", text, text)
+        self.same("samples of the maximum length", text, text)
         self.take("rl.dynamic_sampling", 0, "is_use_additional_prompts")
         self.take("rl.overlong_buffer", None, "rl.overlong_buffer", "ROLL has none")
         if self.on("difficulty_mask"):
             low, high = (self.number(f"difficulty_{end}_threshold") for end in ("low", "high"))
             self.differs("groups by difficulty", f"trained if their mean score is between {low:g} and {high:g}",
-                         "all are trained; `rl.dynamic_sampling` replaces groups of equal rewards")  # fmt: skip
+                         "all are trained; `rl.dynamic_sampling` replaces groups with equal rewards")  # fmt: skip
         if self.on("error_max_len_clip"):
             self.differs("long wrong samples", "are not trained (error_max_len_clip)", "are trained")
         if self.on("is_use_additional_prompts"):
@@ -454,7 +456,7 @@ class Roll(Algorithm):
         """Set critic.lr, critic.clip and critic.path."""
         draft, lr = self.draft, "critic.training_args.learning_rate"
         rate = next(numbers_of(self.settings.get(lr, 5e-5)), 5e-5)
-        self.take("critic.lr", rate, lr, lr if lr in self.settings else "ROLL's default of a learning rate")
+        self.take("critic.lr", rate, lr, lr if lr in self.settings else "ROLL's default learning rate")
         self.same("critic's learning rate", f"{rate:g}", f"{rate:g}")
         clip = self.value("value_clip")
         self.take("critic.clip", clip, "value_clip")
@@ -462,7 +464,7 @@ class Roll(Algorithm):
         path = self.value("critic.model_args.model_name_or_path") or self.value("reward_pretrain")
         if path is not None:
             self.take("critic.path", path, "reward_pretrain")
-        self.differs("aggregation of the critic's loss", "the mean of each sample, then of the samples",
+        self.differs("aggregation of the critic's loss", "the mean of each sample, then over samples",
                      "the mean over tokens")  # fmt: skip
         if self.number("critic_warmup"):
             warmup = self.number("critic_warmup")
@@ -472,7 +474,7 @@ class Roll(Algorithm):
             critic = self.settings.get(f"critic.training_args.{leaf}", default)
             if policy != critic:
                 values = f"critic {show(critic)}, policy {show(policy)}"
-                self.differs(f"{leaf} of the critic", values, f"as the policy ({key})")
+                self.differs(f"{leaf} of the critic", values, f"the policy's ({key})")
         batches = [
             math.prod(
                 self.settings.get(f"{role}.training_args.{leaf}", default)
@@ -481,10 +483,10 @@ class Roll(Algorithm):
             for role in ("actor_train", "critic")
         ]
         if batches[0] != batches[1]:
-            values = f"critic {batches[1]} of each rank, policy {batches[0]}"
-            self.differs("samples of an optimizer step of the critic", values, "as the policy (rl.minibatches)")
+            values = f"critic {batches[1]} per rank, policy {batches[0]}"
+            self.differs("samples of an optimizer step of the critic", values, "as for the policy (rl.minibatches)")
         if draft.value("optimizer.max_grad_norm") != self.value("max_grad_norm"):
-            self.differs("gradient norm of the critic", show(self.value("max_grad_norm")), "as the policy's")
+            self.differs("gradient norm of the critic", show(self.value("max_grad_norm")), "the policy's")
 
     def sampling(self) -> None:
         """Set rollout.temperature, top_p, top_k, min_p and stop."""
@@ -493,24 +495,27 @@ class Roll(Algorithm):
         self.take("rollout.temperature", temperature, f"{prefix}.temperature")
         self.same("temperature of sampling", f"{temperature:g}", f"{temperature:g}")
         if temperature != 1:
-            self.differs("temperature of training", "1: logprobs are those of the plain logits",
-                         f"{temperature:g}: logits are divided by it in training, too")  # fmt: skip
+            self.differs("temperature of training", "1: logprobs of the unscaled logits",
+                         f"{temperature:g}: training also divides the logits by it")  # fmt: skip
         engine = draft.value("rollout.engine")
         top_k = max(0, int(self.number(f"{prefix}.top_k")))
         limits = {"top_p": self.number(f"{prefix}.top_p"), "top_k": top_k}
         cut = {leaf: value for leaf, value in limits.items() if value != KEEPS_ALL[leaf]}
-        allowed = "rollout.allow_truncated" in draft.keys  # samples whose kept share the engine does not say
+        allowed = "rollout.allow_truncated" in draft.keys  # the engine does not report the share of its samples
         for leaf, value in limits.items():
             name, text = f"{prefix}.{leaf}", f"{value:g}"
             if leaf in cut and engine in SERVERS and not allowed:
-                self.take(f"rollout.{leaf}", KEEPS_ALL[leaf], name, f"{engine} does not report what {leaf} keeps")
-                self.differs(leaf, text, f"{KEEPS_ALL[leaf]}: all tokens; `rollout.engine: hf` has {leaf}")
+                self.take(f"rollout.{leaf}", KEEPS_ALL[leaf], name, f"{engine} does not report the share of {leaf}")
+                self.differs(leaf, text, f"{KEEPS_ALL[leaf]}: all tokens; `rollout.engine: hf` supports {leaf}")
             else:
                 self.take(f"rollout.{leaf}", value, name)
                 self.same(leaf, text, text)
         if cut and engine in SERVERS and allowed:
             self.take(
-                "rollout.allow_truncated", True, prefix, "ROLL trains such samples as if all tokens were drawn from"
+                "rollout.allow_truncated",
+                True,
+                prefix,
+                "ROLL trains such samples as if they were drawn from all tokens",
             )
         self.take("rollout.min_p", 0.0, "rollout.min_p", "ROLL has none")
         stop = self.value(f"{prefix}.stop_strings")
@@ -547,6 +552,7 @@ class Roll(Algorithm):
         else:
             draft.values["rl.minibatches"] = (
                 None,
-                f"set it: {samples} samples / those of an optimizer step (per device x accumulation x data ranks)",
+                f"set it: {samples} samples / the samples of an optimizer step (per device x accumulation x data "
+                f"ranks)",
                 "rl.minibatches",
             )

@@ -1,4 +1,4 @@
-"""Settings of reinforcement learning that other trainers spread over several names."""
+"""Settings of reinforcement learning for which other trainers have several names."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def take_rl_columns(draft: Draft, column_settings: Mapping[str, str]) -> None:
 
 
 def take_rewards(draft: Draft, rl: RlDraft, settings: Mapping[str, Any]) -> None:
-    """Set rl.reward from the classes of the rewards: weft's own for those that do the same, and functions that are to
-    be written for the others, without which the draft does not load."""
+    """Set rl.reward from the classes of the rewards: weft's function if it computes the same; otherwise a function that
+    the user must write, without which the draft does not load."""
     names: dict[str, str] = {}
     for name, value in settings.items():
         if not fnmatchcase(name, rl.reward):
@@ -52,7 +52,7 @@ def settle_rollouts(
     draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus: int | None, data_ranks: int | None
 ) -> int | None:
     """Set the keys that follow from sizes: lengths, devices, and the optimizer steps of a rollout step. gpus,
-    data_ranks: of the old run, if known. Returns the samples of an optimizer step; None if they are not known."""
+    data_ranks: of the old run, if known. Returns the samples of an optimizer step; None if they are unknown."""
     _settle_lengths(draft, rl, settings)
     _settle_devices(draft, rl, settings, gpus)
     samples = _settle_updates(draft, settings, data_ranks)
@@ -69,8 +69,8 @@ def settle_rollouts(
 
 
 def _settle_lengths(draft: Draft, rl: RlDraft, settings: Mapping[str, Any]) -> None:
-    """Set the longest completion from the longest sample, which decides where it is given, and a row that holds a
-    sample."""
+    """Set the maximum completion length from the maximum sample length, which takes precedence if the config has it;
+    and make a row large enough for a sample."""
     by_entry = {draft.entry(name): value for name, value in settings.items()}
     longest, prompt = (by_entry.get(name) for name in rl.longest)
     prompt = prompt or draft.value("rollout.max_prompt_tokens")
@@ -90,21 +90,21 @@ def _settle_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus
         draft.take("cluster.trainer_ranks", gpus, draft.trainer.table.devices[0], f"{gpus} GPUs")
     for name, value in settings.items():
         if draft.entry(name) in ranks or (train and set(devices_of(value)) == train):
-            draft.notes.pop(name, None)  # covered by cluster.trainer_ranks; roles on the trainers' devices need nothing
+            draft.notes.pop(name, None)  # cluster.trainer_ranks covers it; roles on the trainers' devices need no key
     engine = draft.value("rollout.engine", "embedded")
     if not engines or engine == "embedded":
         return
     per_engine = draft.value("rollout.tp", 1) if engine in SERVERS else 1
     draft.take("rollout.num_engines", len(engines) // per_engine, rl.engines, f"{len(engines)} GPUs / {per_engine}")
     if engine not in SERVERS and train and engines & train and engines - train:
-        return  # settle_roles names the devices
+        return  # settle_roles sets the devices
     if engines <= train or not engines & train:
         shared = "colocated" if engines <= train else "disaggregated"
         draft.take("cluster.placement", shared, rl.engines, f"GPUs of trainers and engines: {shared}")
         return
     sharing = (
         f"trainers on {show_devices(train)}, engines on {show_devices(engines)}: {len(train | engines)} in all, of "
-        f"which both want {show_devices(train & engines)}"
+        f"which both use {show_devices(train & engines)}"
     )
     draft.compare("devices", sharing, "engines on the trainers' devices, or none of them", same=False)
     draft.values["cluster.placement"] = (
@@ -115,7 +115,7 @@ def _settle_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus
 
 
 def _take_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], train: set[int]) -> bool:
-    """Set cluster.devices, if roles share devices in a way that numbers of ranks cannot say. Returns whether it is
+    """Set cluster.devices, if roles share devices in a way that numbers of ranks cannot express. Returns whether it was
     set."""
     engine = draft.value("rollout.engine", "embedded")
     names = {
@@ -135,13 +135,13 @@ def _take_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], train:
     engines = lists.get("rollout", set())
     if not train or numbers_say_it:
         return False
-    if engine in SERVERS and engines - train and not is_apart("rollout"):  # which have trainers' devices, or their own
+    if engine in SERVERS and engines - train and not is_apart("rollout"):  # servers share all their devices, or none
         for role in lists.keys() - {"trainer", "rollout"}:
             if shared := engines & lists[role] - train:
                 draft.compare(
                     f"devices of engines and {role}",
                     f"both on {show_devices(shared)}",
-                    f"{len(engines)} for engines and {len(lists[role])} others for {role}",
+                    f"{len(engines)} for engines and {len(lists[role])} separate ones for {role}",
                     same=False,
                 )
         return False
@@ -152,7 +152,7 @@ def _take_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], train:
 
 
 def settle_roles(draft: Draft, settings: Mapping[str, Any], gpus: int | None) -> None:
-    """Set how reference and critic are sharded, where their strategies are not the policy's. gpus: trainer ranks."""
+    """Set how reference and critic are sharded, if their strategies differ from the policy's. gpus: trainer ranks."""
     train = _devices(draft.trainer.table.devices, settings)
     has_lists = draft.rl is not None and _take_devices(draft, draft.rl, settings, train)
     for role in ("reference", "critic"):
@@ -162,11 +162,11 @@ def settle_roles(draft: Draft, settings: Mapping[str, Any], gpus: int | None) ->
         if has_lists:
             draft.notes.pop(f"{role}.device_mapping", None)
         elif has_own_devices:
-            draft.take(f"{role}.ranks", len(devices), f"{role}.device_mapping", f"{len(devices)} GPUs of its own")
+            draft.take(f"{role}.ranks", len(devices), f"{role}.device_mapping", f"{len(devices)} separate GPUs")
         elif devices and train and devices != train:
             draft.notes[f"{role}.device_mapping"] = (
-                f"{show_devices(devices)} of the trainers' {show_devices(train)}: the {role} is on all of them, or on "
-                f"devices of its own (`{role}.ranks`, `cluster.devices`)."
+                f"{show_devices(devices)} of the trainers' {show_devices(train)}: in weft the {role} is on all of "
+                f"them, or on separate devices (`{role}.ranks`, `cluster.devices`)."
             )
         for leaf, key in (("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp")):
             size = settings.get(f"{strategy}.{leaf}")
@@ -205,7 +205,7 @@ def _settle_shards(draft: Draft, settings: Mapping[str, Any], role: str, ranks: 
     over = max(1, ranks // inside)
     size = over if size <= 1 or size > over else size
     if over % size or size % cp:
-        draft.notes[name] = f"{over} ranks are not shared evenly by groups of {size}."
+        draft.notes[name] = f"{over} ranks cannot be split into groups of {size}."
         return
     draft.notes.pop(name, None)
     draft.take(f"{role}.dp_replicate", over // size, name, f"{over} ranks / fsdp_size {size}")
@@ -217,8 +217,8 @@ def _devices(names: tuple[str, ...], settings: Mapping[str, Any]) -> set[int]:
 
 
 def _settle_updates(draft: Draft, settings: Mapping[str, Any], data_ranks: int | None) -> int | None:
-    """Set rl.minibatches from the samples of an optimizer step. Returns these; None if they are not known, or do not
-    divide the samples of a rollout step."""
+    """Set rl.minibatches from the samples of an optimizer step. Returns this number; None if it is unknown, or if it
+    does not divide the samples of a rollout step."""
     sizes = draft.trainer.table.per_device
     batch_settings = {name: value for name, value in settings.items() if draft.entry(name) in sizes}
     factors = {**sizes, **{draft.entry(name): next(numbers_of(value), 0) for name, value in batch_settings.items()}}

@@ -1,5 +1,5 @@
 """Reads the options and overrides of a shell script as a config: --lr 1e-5 and optim.lr=1e-5. The script is not
-run. Of `if` and `case` the branch counts that a run without arguments would take."""
+run. In `if` and `case`, the branch counts that a run without arguments would execute."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?)-([^{}]*))?\})")
 _ARRAY = re.compile(r"(\w+)(\+?)=\((.*)", re.DOTALL)
 _ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
-_PROBE = re.compile(r"\$\([^()`]*\|\|\s*echo\s+(\w+)\s*\)")  # $(command && echo this || echo that): that
+_PROBE = re.compile(r"\$\([^()`]*\|\|\s*echo\s+(\w+)\s*\)")  # $(command && echo A || echo B): B is used
 _PATTERNS = re.compile(r"(?m)^\s*[\w*?.-]+(?:\s*\|\s*[\w*?.-]+)+\)")  # of a branch of `case`: gpu | npu)
-_EITHER = "\x1f"  # in place of their |, which elsewhere ends a command
+_EITHER = "\x1f"  # replaces | in these patterns; elsewhere | ends a command
 # read -r -d '' NAME <<EOF ... EOF
 _DOCUMENT = re.compile(r"(?ms)^\s*read\b[^\n]*?(\w+) <<-?\s*(['\"]?)(\w+)\2[ \t]*\n(.*?)^\s*\3[ \t]*$")
 _PYTHON = re.compile(r"(?ms)python[\d.]* - <<-?\s*(['\"]?)(\w+)\1.*?^\s*\2\s*$")  # a program in the script
-_MAX_WORD = 100_000  # characters of a word: variables that hold variables can grow exponentially
+_MAX_WORD = 100_000  # characters of a word: nested variables can grow exponentially
 # A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
 _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|swift|llamafactory-cli|\S+\.py)")
-_SUBCOMMANDS = ("trl", "swift", "llamafactory-cli")  # programs whose first argument says what they do
+_SUBCOMMANDS = ("trl", "swift", "llamafactory-cli")  # programs whose first argument is the command
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start another program
-PROGRAM = "(program)"  # name of the script that runs, without .py, or of the subcommand
-_LAUNCHED = ("NPROC_PER_NODE", "NNODES")  # variables that say how many ranks a command starts
+PROGRAM = "(program)"  # name of the executed script, without .py, or of the subcommand
+_LAUNCHED = ("NPROC_PER_NODE", "NNODES")  # variables with the number of ranks that a command starts
 _SUM = re.compile(r"\$\(\s*expr\s+(\S+)\s+\\?([-+*/])\s+(\S+)\s*\)|\$\(\(\s*(\S+)\s*([-+*/])\s*(\S+)\s*\)\)")
 
 
 def read_script(path: str) -> Node:
-    """name -> value of all options and overrides of commands that start Python. Variables that the script sets are
-    substituted, others by their defaults (`${NAME:-default}`); unknown ones stay. Raises UserError if the script cannot
+    """name -> value of all options and overrides of commands that start Python. Variables are replaced by their values
+    in the script, or by their defaults (`${NAME:-default}`); unknown ones stay. Raises UserError if the script cannot
     be read."""
     try:
         words_by_name = _read_words(regular_file(Path(path), "a shell script").read_text(encoding="utf-8"))
@@ -56,11 +56,11 @@ def read_script(path: str) -> Node:
 
 
 def _read_words(text: str) -> dict[str, list[str]]:
-    """The last values of each option and override. Raises ValueError for text that no shell would read."""
+    """The last values of each option and override. Raises ValueError for text that a shell cannot read."""
     variables, branches = {"HOME": os.path.expanduser("~")}, _Branches()
     words_by_name: dict[str, list[str]] = {}
     arrays, passed = dict[str, list[str]](), set[str]()
-    array = ""  # that the lines being read fill
+    array = ""  # the name of the array that the current lines fill
     text = _PYTHON.sub("", re.sub(r"(?m)(^|\s)#.*$", "", text))
     text = _DOCUMENT.sub(lambda match: f"{match[1]}={shlex.quote(match[4])}", text)
     text = _PROBE.sub(r"\1", text)
@@ -83,7 +83,7 @@ def _read_words(text: str) -> dict[str, list[str]]:
         if arguments := _arguments(words, variables, arrays):
             passed |= {name for word in words for name in _ELEMENTS.findall(word)}
             words_by_name |= _values(arguments)
-    # an array that no command gets has no effect; of a command that is not read here, as in a function, it has
+    # An array that no command uses has no effect, unless a command uses it that is not read here, as in a function.
     unread = [name for name in arrays if name not in passed and name in _ELEMENTS.findall(text)]
     words_by_name = dict(_values([word for name in unread for word in arrays[name]])) | words_by_name
     ranks = {name.lower(): [variables[name]] for name in _LAUNCHED if variables.get(name, "").isdigit()}
@@ -91,7 +91,7 @@ def _read_words(text: str) -> dict[str, list[str]]:
 
 
 def _computed(words: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """The words with the results of `$(expr 16 / $N)` and `$((16 / N))`, where both numbers are known."""
+    """The words with the results of `$(expr 16 / $N)` and `$((16 / N))`, if both numbers are known."""
 
     def result(match: re.Match[str]) -> str:
         first, operator, second = match.group(1, 2, 3) if match[1] else match.group(4, 5, 6)
@@ -111,14 +111,14 @@ def _computed(words: Sequence[str], variables: dict[str, str]) -> list[str]:
 
 
 class _Branches:
-    """The `if` and `case` blocks around a line. blocks: [the block's word (None for `if`), whether a branch of it was
-    taken before, whether the present branch is taken] of each, outermost first."""
+    """The `if` and `case` blocks around a line. blocks: for each, outermost first: [the block's word (None for `if`),
+    whether a previous branch was taken, whether the current branch is taken]."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[str | None, bool, bool]] = []
 
     def command_in_branch(self, words: Sequence[str], variables: dict[str, str]) -> Sequence[str]:
-        """The words of a line that are a command in a branch that is taken; [] for others."""
+        """The words of a line that is a command in a taken branch; [] for other lines."""
         if not words:
             return []
         first, tail = words[0], words[1:]
@@ -147,7 +147,7 @@ class _Branches:
 
 
 def _holds(words: Sequence[str], variables: dict[str, str]) -> bool:
-    """Whether a test holds, as in [ "$A" = fsdp ]; False for what is known only where the script runs."""
+    """Whether a test holds, as in [ "$A" = fsdp ]; False if that is known only during a run of the script."""
     if len(words) < 3 or words[0] not in ("[", "[[", "test"):
         return False
     inside = [_without(word, variables) for word in (words[1:] if words[0] == "test" else words[1:-1])]
@@ -176,7 +176,7 @@ def _compares(first: str, operator: str, second: str) -> bool:
 
 
 def _without(word: str, variables: dict[str, str]) -> str:
-    """A word with its variables substituted, those that are not known by nothing, as a shell does."""
+    """A word with its variables substituted, unknown ones by nothing, as in a shell."""
     return _VARIABLE.sub(lambda match: match[4] or "", _expanded(word, variables))
 
 
@@ -201,7 +201,7 @@ def _arguments(words: Sequence[str], variables: dict[str, str], arrays: Mapping[
     remaining = [word for word in words if word != "export"]
     command = next((index for index, word in enumerate(remaining) if _COMMAND.fullmatch(word)), len(remaining) - 1)
     if any("$(" in word or "`" in word for word in remaining[: command + 1]):
-        return []  # the output of a command is not known here; as an option's value it stays as it is
+        return []  # the output of a command is unknown; as an option's value it stays unchanged
     while remaining and (assignment := _ASSIGNMENT.fullmatch(remaining[0])):
         variables[assignment[1]] = _expanded(assignment[2], variables)
         remaining = remaining[1:]
@@ -211,7 +211,7 @@ def _arguments(words: Sequence[str], variables: dict[str, str], arrays: Mapping[
     for word in remaining:
         elements = _ELEMENTS.fullmatch(word)
         expanded += arrays.get(elements[1], []) if elements else _parts(word, variables)
-    if expanded[:1] == ["uv"]:  # uv run --extra vllm python3 -m ...: its options are none of the trainer's
+    if expanded[:1] == ["uv"]:  # uv run --extra vllm python3 -m ...: uv's options are not the trainer's
         start = next((index for index, word in enumerate(expanded) if _COMMAND.fullmatch(word)), 0)
         expanded = expanded[start:]
     options = bool(expanded) and expanded[0].startswith("--")
@@ -232,17 +232,17 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
         unset = known is None or (not known and match[3])  # ${NAME:-default} is the default for "", too
         return match[0] if unset and default is None else str(default if unset else known)
 
-    for _ in range(4):  # a default may name another variable
+    for _ in range(4):  # a default may contain another variable
         word = _VARIABLE.sub(value, word)
         if len(word) > _MAX_WORD:
-            raise ValueError(f"with its variables put in, a word has over {_MAX_WORD:,} characters")
+            raise ValueError(f"with its variables replaced, a word has over {_MAX_WORD:,} characters")
     return word
 
 
 def _values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(name, values) of `--name value ...`, `--name=value`, `name.name=value` and `+name=value`."""
     name, arguments, before = "", list[str](), ""
-    runs = False  # whether the program was named: a .py behind it is an option's value
+    runs = False  # whether the program's name has occurred: a later .py is an option's value
     for word in words:
         if before in ("-m", "--module") and not runs:
             runs = not word.startswith(_LAUNCHERS)
@@ -269,7 +269,7 @@ def _values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         elif not runs and (word == "-m" or _COMMAND.fullmatch(word)):
             if name:
                 yield name, arguments
-            name = ""  # the options of a launcher end
+            name = ""  # the options of a launcher end here
         elif name:
             arguments.append(word)
     if name:

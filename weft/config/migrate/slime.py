@@ -1,11 +1,11 @@
-"""The algorithm of a launch script of slime or Miles (train.py, train_async.py) in weft's keys, one quantity after
-another.
+"""The algorithm of a launch script of slime or Miles (train.py, train_async.py) in weft's keys, one quantity at a
+time.
 
-Miles began as slime and has its options. The defaults are in slime/utils/arguments.py, miles/utils/arguments.py and, of
-`--train-backend fsdp`, miles/backends/fsdp_utils/arguments.py; others are Megatron's. What they compute is in
+Miles is a fork of slime with its options. The defaults are in slime/utils/arguments.py, miles/utils/arguments.py and,
+for `--train-backend fsdp`, miles/backends/fsdp_utils/arguments.py; others are Megatron's. The computations are in
 slime/backends/megatron_utils/loss.py, slime/utils/ppo_utils.py, slime/ray/rollout.py (rewards) and
-slime/backends/megatron_utils/model.py (the schedule, in optimizer steps). Read at commits 624b824a and 31f1ca96.
-Every key that defines the algorithm is written, as algorithm.py says.
+slime/backends/megatron_utils/model.py (the schedule, in optimizer steps), at commits 624b824a and 31f1ca96. Every key
+that defines the algorithm is written; see algorithm.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.config.migrate.draft import numbers_of
 from weft.config.migrate.names import weft_value
 from weft.config.migrate.scripts import PROGRAM
 
-# Name -> the default, of everything that is read here.
+# Name -> the default, for every name that this file reads.
 DEFAULTS: dict[str, Any] = {
     "rollout_batch_size": None,
     "n_samples_per_prompt": 1,
@@ -103,10 +103,10 @@ _ESTIMATORS = {
 _OF_GROUPS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 _MATH = ("math", "dapo", "deepscaler", "boxed_math")  # rewards that compare an answer with the label
-# Key of weft -> its default with --train-backend fsdp, where Megatron has another.
+# Key of weft -> its default with --train-backend fsdp, if it differs from Megatron's.
 _OF_FSDP = {"optimizer.weight_decay": 0.0, "optimizer.betas": [0.9, 0.95], "schedule.name": "constant"}
-_SGLANG = "sglang_"  # begins an option of the engine's server
-# Options of it that weft passes itself, or that have a key.
+_SGLANG = "sglang_"  # the prefix of an option of the engine's server
+# Such options that weft sets, or that have a key.
 _PASSED = tuple(
     f"sglang_{leaf}"
     for leaf in (
@@ -153,13 +153,13 @@ class Slime(Algorithm):
             columns["answer"] = str(label)
         self.take("data.columns", columns, "input_key", "input_key, label_key")
         self.take("rl.chat", self.on("apply_chat_template"), "apply_chat_template")
-        # without a limit of theirs weft's own applies, and no prompt may be lost by it in silence
+        # without their limit weft's default would apply, and weft must not drop a prompt silently
         limited = "rollout.max_prompt_tokens" in self.draft.values
         self.take("data.long_documents", "drop" if limited else "error", "data.long_documents",
-                  "longer prompts are left out" if limited else "their prompts have any length")  # fmt: skip
+                  "longer prompts are omitted" if limited else "their prompts have any length")  # fmt: skip
 
     def rewards(self) -> None:
-        """Set rl.reward, and rl.environment where samples come from a function of the trainer's."""
+        """Set rl.reward. If samples come from a function of the trainer's user, set rl.environment."""
         kind, path = self.value("rm_type"), self.value("custom_rm_path")
         if path is not None:
             self.functions([str(path)], "custom_rm_path", "(args, sample)")
@@ -167,21 +167,21 @@ class Slime(Algorithm):
             boxed = str(kind) in ("math", "deepscaler", "boxed_math")
             self.take("rl.reward", ["math"], "rm_type")
             if boxed:
-                self.take("rl.reward_options", {"math.boxed": True}, "rm_type", "the answer in \\boxed{}, as theirs")
+                self.take("rl.reward_options", {"math.boxed": True}, "rm_type", "the answer in \\boxed{}, like theirs")
             scores = "1 or -1 of the last 300 characters" if kind == "dapo" else "1 or 0"
-            self.differs("reward", f"{kind}: {scores}, by its own comparison", "math: 1 or 0, by math-verify")
+            self.differs("reward", f"{kind}: {scores}, by their comparison", "math: 1 or 0, by math-verify")
         elif kind is not None or self.value("rm_url") is not None:
             self.functions([str(kind or "remote_rm")], "rm_type", "(response, label)")
         elif not self.on("use_opd"):
-            self.differs("reward", "of each row's metadata (rm_type)", "none yet: set `rl.reward`")
+            self.differs("reward", "of each row's metadata (rm_type)", "none: set `rl.reward`")
         for name, quantity in (
-            ("reward_key", "part of the reward that is trained"),
-            ("custom_reward_post_process_path", "rewards of a group, after they are given"),
+            ("reward_key", "trained part of the reward"),
+            ("custom_reward_post_process_path", "post-processing of a group's rewards"),
         ):
             if self.value(name) is not None:
                 self.differs(quantity, f"{name} {self.value(name)}", "none: return it from the function of `rl.reward`")
         if (function := self.value("custom_generate_function_path")) is not None:
-            self.differs("samples", f"made by {function}", "made by the engine: `rl.environment` has turns and tools")
+            self.differs("samples", f"from {function}", "from the engine; `rl.environment` supports turns and tools")
 
     def advantage(self, estimator: str) -> None:
         """Set rl.algorithm, rl.advantage, rl.advantage_norm, rl.gamma and rl.gae_lambda."""
@@ -223,10 +223,10 @@ class Slime(Algorithm):
         self.take("rl.dynamic_sampling", 0 if filtered is None else 100, "dynamic_sampling_filter_path")
         if filtered is not None:
             exact = str(filtered).endswith("check_reward_nonzero_std")
-            (self.same if exact else self.differs)("groups that are replaced", str(filtered), "those of equal rewards")
+            (self.same if exact else self.differs)("replaced groups", str(filtered), "groups with equal rewards")
         if self.value("over_sampling_batch_size") is not None:
-            self.same("prompts that are begun", f"{self.value('over_sampling_batch_size')}", "as many as are needed")
-        self.take("rl.mask_truncated", False, "rl.mask_truncated", "samples of the greatest length are trained")
+            self.same("prompts that are started", f"{self.value('over_sampling_batch_size')}", "as many as necessary")
+        self.take("rl.mask_truncated", False, "rl.mask_truncated", "samples of the maximum length are trained")
 
     def policy_loss(self, estimator: str) -> None:
         """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
@@ -236,7 +236,7 @@ class Slime(Algorithm):
         masked = self.on("use_opsm")
         original = str(function) if function else loss
         if masked:
-            original += f", without samples of negative advantage that moved by over {self.number('opsm_delta'):g}"
+            original += f", without samples of negative advantage that changed by over {self.number('opsm_delta'):g}"
         (self.differs if function or masked else self.same)("policy loss", original, loss)
         low = self.number("eps_clip")
         high = low if self.value("eps_clip_high") is None else self.number("eps_clip_high")
@@ -250,7 +250,7 @@ class Slime(Algorithm):
         self.compare_values({"entropy": "rl.entropy_coef"})
 
     def kl(self, estimator: str) -> None:
-        """Set rl.kl_coef and what belongs to it."""
+        """Set rl.kl_coef and the related keys."""
         kind = str(self.value("kl_loss_type"))
         estimate, clamp = _KL.get(kind, "k1"), 10.0 if kind == "low_var_kl" else None
         in_loss = self.on("use_kl_loss") and self.number("kl_loss_coef") > 0
@@ -260,9 +260,9 @@ class Slime(Algorithm):
         if "kl_loss_coef" in self.settings and self.number("kl_loss_coef") and not in_loss:
             self.draft.notes["kl_loss_coef"] = "without --use-kl-loss it has no effect: remove it."
         if in_loss and clamp and self.on("use_unbiased_kl"):
-            original = f"{self.number('kl_loss_coef'):g} in the loss, k3 x ratio, their product cut at 10"
+            original = f"{self.number('kl_loss_coef'):g} in the loss, k3 x ratio, their product clamped at 10"
         elif in_reward and estimator == "reinforce_plus_plus_baseline":
-            original = f"{self.number('kl_coef'):g} of each token's KL, taken off its advantage"
+            original = f"{self.number('kl_coef'):g} of each token's KL, subtracted from its advantage"
         else:
             original = ""
         if in_loss:
@@ -290,7 +290,7 @@ class Slime(Algorithm):
             self.take("rl.teacher_in", "advantage", "use_opd")
             self.take("rl.teacher_coef", coef, "opd_kl_coef")
             self.differs("teacher", f"{path or 'a server'}, {coef:g} x log(teacher / policy) in the advantage",
-                         "the same of `rl.teacher`, a model in the trainers' ranks")  # fmt: skip
+                         "the same for `rl.teacher`, a model in the trainers' ranks")  # fmt: skip
 
     def critic(self) -> None:
         """Set critic.lr and critic.clip."""
@@ -298,7 +298,7 @@ class Slime(Algorithm):
         self.take("critic.lr", rate, "critic_lr")
         self.take("critic.clip", self.number("value_clip"), "value_clip")
         self.compare_values({"critic's learning rate": "critic.lr", "clip of values": "critic.clip"})
-        self.differs("critic's head at the start", "drawn at random", "zeros; `critic.head` has others")
+        self.differs("critic's head at the start", "random", "zeros; `critic.head` has others")
         if steps := self.number("num_critic_only_steps"):
             self.differs("warm-up of the critic", f"{steps:g} steps without the policy", "none")
 
@@ -319,7 +319,7 @@ class Slime(Algorithm):
             self.take("eval.path", str(pairs[-1]), "eval_prompt_data")
         if not pairs:
             for key in [key for key in draft.values if key.startswith("eval.")]:
-                draft.drop(key, "there are no held-out prompts: set `eval.path` or `eval.sources`.")
+                draft.drop(key, "the config has no held-out prompts: set `eval.path` or `eval.sources`.")
             return
         self.take("eval.at_start", not self.on("skip_eval_before_train"), "skip_eval_before_train")
         self.take("eval.samples", int(self.number("n_samples_per_eval_prompt")), "n_samples_per_eval_prompt")
@@ -329,13 +329,13 @@ class Slime(Algorithm):
             self.take(f"eval.{leaf}", max(0, int(value)) if leaf == "top_k" else value, name)
 
     def devices(self, gpus: int | None) -> None:
-        """Set the engines, their devices, and what their server is passed."""
+        """Set the engines, their devices, and the arguments of their server."""
         draft, per_engine = self.draft, int(self.number("rollout_num_gpus_per_engine"))
-        adapters = bool(draft.value("lora.rank"))  # weft gives them to vLLM, and no adapters to SGLang
+        adapters = bool(draft.value("lora.rank"))  # weft sends adapters to vLLM, but not to SGLang
         engine = "vllm" if adapters else "sglang"
         self.take("rollout.engine", engine, "rollout.engine", "the only engine of slime and Miles")
         if adapters:
-            self.differs("engine", "sglang, which is given the adapters", "vllm: weft's sglang has no adapters")
+            self.differs("engine", "sglang, which receives the adapters", "vllm: weft's sglang supports no adapters")
         if per_engine:
             self.take("rollout.tp", per_engine, "rollout_num_gpus_per_engine")
         else:
@@ -360,13 +360,13 @@ class Slime(Algorithm):
         options: dict[str, Any] = {}
         for name, value in self.settings.items():
             if self.handles(name) and name not in DEFAULTS:
-                option, _, leaf = name.removeprefix(_SGLANG).partition(".")  # of an option that is a mapping
+                option, _, leaf = name.removeprefix(_SGLANG).partition(".")  # the option may be a mapping
                 options[option] = {**options.get(option, {}), leaf: value} if leaf else value
         if (dtype := self.settings.get("sglang_dtype")) is not None:
             self.take("rollout.dtype", weft_value("fsdp.param_dtype", dtype) or dtype, "sglang_dtype")
         if options and adapters:
             self.draft.notes["sglang_*"] = (
-                f"{', '.join(options)}: vLLM has options of its own (`rollout.engine_kwargs`)."
+                f"{', '.join(options)}: vLLM has different options (`rollout.engine_kwargs`)."
             )
         elif options:
             self.take("rollout.engine_kwargs", options, "sglang_*", "the --sglang options")
@@ -376,7 +376,7 @@ class Slime(Algorithm):
                     self.take(key, value, key, f"{draft.trainer.short}'s default with fsdp")
 
     def steps(self) -> None:
-        """Set the optimizer steps of a rollout step, the length of the run, and what weft counts by them."""
+        """Set the optimizer steps of a rollout step, the length of the run, and the keys that count these steps."""
         draft = self.draft
         for key, name in (("rl.prompts_per_step", "rollout_batch_size"), ("rl.group_size", "n_samples_per_prompt")):
             if self.value(name) is not None:

@@ -1,4 +1,4 @@
-"""Reads tables in YAML as typed records. Errors name file and key."""
+"""Reads tables in YAML as typed records. Errors contain the file and the key."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from weft.config.yaml12 import Loader, Node, show
 
 try:
     from yaml import CSafeLoader as _Base
-except ImportError:  # without libyaml PyYAML is slower, and still reads all tables in a tenth of a second
+except ImportError:  # without libyaml PyYAML is slower, but still reads all tables in a tenth of a second
     from yaml import SafeLoader as _Base  # type: ignore[assignment]
 
 Record = TypeVar("Record")
 
 
 class TableError(ValueError):
-    """A table is invalid; the message names the file, the key and the problem."""
+    """A table is invalid. The message contains the file, the key and the problem."""
 
 
 class _Loader(_Base):
@@ -50,7 +50,7 @@ def read_table(path: Path, kind: type[Record]) -> Record:
 
 
 def _fitted(value: Any, kind: Any, location: str) -> Any:
-    """A value converted to the type `kind`, mappings and dataclasses key by key."""
+    """A value converted to the type `kind`. Mappings and dataclasses are converted key by key."""
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     record = next((member for member in members if is_dataclass(member)), None)
     if record is not None and isinstance(value, dict):
@@ -68,7 +68,7 @@ def _record(value: Mapping[str, Any], kind: Any, location: str) -> Any:
     for name in value:
         if name not in known_fields:
             near = difflib.get_close_matches(str(name), known_fields, n=1) or list(known_fields)
-            raise TableError(f"{location} `{name}` is no key of a table: did you mean {' or '.join(near)}?")
+            raise TableError(f"{location} `{name}` is not a key of a table: did you mean {' or '.join(near)}?")
     for name, field in known_fields.items():
         if name not in value and field.default is MISSING and field.default_factory is MISSING:
             raise TableError(f"{location} `{name}` is missing.")
@@ -77,7 +77,7 @@ def _record(value: Mapping[str, Any], kind: Any, location: str) -> Any:
 
 
 def word(value: Any) -> str:
-    """A YAML scalar as the text that tables are looked up by: true is `true`, null is `none`. Strings keep their
+    """A YAML scalar as the text under which tables contain it: true is `true`, null is `none`. Strings keep their
     case."""
     return value if isinstance(value, str) else str(value).lower()
 
@@ -88,6 +88,6 @@ def inverse(groups: Mapping[str, Iterable[Any]], location: str) -> dict[str, str
     for group, names in groups.items():
         for name in map(word, names):
             if name in group_of:
-                raise TableError(f"{location} {name} stands under {group_of[name]} and under {group}: keep one.")
+                raise TableError(f"{location} {name} is under both {group_of[name]} and {group}: remove one.")
             group_of[name] = group
     return group_of

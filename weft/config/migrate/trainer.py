@@ -1,4 +1,4 @@
-"""Other trainers, read from the tables on first use."""
+"""Other trainers. Their tables are read on first use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PREFERENCES = "preference tuning"
 REWARD_MODELS = "reward models"
 REINFORCEMENT = "reinforcement learning"
 DISTILLATION = "distillation"
-# Kind of training beside supervised fine-tuning: weft's command. Of several kinds in a file the first counts.
+# Kind of training other than supervised fine-tuning -> weft's command. If a file has several kinds, the first counts.
 KINDS = {DISTILLATION: "distill", REINFORCEMENT: "rl", REWARD_MODELS: "reward", PREFERENCES: "dpo"}
-ITSELF = "="  # in `means`: the value as it is
+ITSELF = "="  # in `means`: the unchanged value
 ANY = "*"  # in `means`: any other value
-NOTE = "note"  # in `means`, in place of a key: advice, because the value cannot be carried over
+NOTE = "note"  # in `means`, instead of a key: advice, because the value cannot be converted
 _SENTENCE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 Groups = dict[str, tuple[str, ...]]
@@ -39,14 +39,14 @@ class Older:
 @dataclass(frozen=True)
 class RlDraft:
     """A trainer's configs of reinforcement learning, for `weft migrate`. moves, means, silent, defaults: as in Table,
-    with precedence over it. algorithms: as `weft migrate` calls them, in capitals.
+    but these take precedence. algorithms: their names in messages, in capitals.
 
-    columns: column of weft -> names of keys that give the file's name of the column. longest: names of the longest
-    sample and of the longest prompt; their difference is the longest completion, if the former is given. engines: name
-    of the list of the engines' devices. reward: pattern of names whose value is a reward's class. rewards: end of a
-    class's name -> weft's function that does the same. per_rollout: keys of weft that count optimizer steps, where the
-    trainer counts rollout steps. families: SENTENCE -> patterns of names, as in `sglang_*`, to which it is the answer
-    where no name of a table fits.
+    columns: column of weft -> names of keys whose value is the file's name of the column. longest: names of the maximum
+    sample length and of the maximum prompt length; if the first is set, their difference is the maximum completion
+    length. engines: name of the list of the engines' devices. reward: pattern of names whose value is a reward's class.
+    rewards: end of a class's name -> weft's function that computes the same. per_rollout: keys of weft that count
+    optimizer steps, for which the trainer counts rollout steps. families: SENTENCE -> patterns of names, as in
+    `sglang_*`; the sentence is the answer for a name that matches, if no table has the name.
     """
 
     algorithms: tuple[str, ...]
@@ -66,12 +66,12 @@ class RlDraft:
 @dataclass(frozen=True)
 class JobDraft:
     """A trainer's configs of preference tuning, reward models or distillation, for `weft migrate`. names, moves, means,
-    silent, defaults: as in Table, with precedence over it.
+    silent, defaults: as in Table, but these take precedence.
 
     methods: name -> value, or `*` -> the trainer's method, as in preferences.py. by_method: method -> key of weft ->
-    the default with it. columns: column of weft -> names of keys that give the file's name of the column. complements:
-    key of weft -> names whose value is 1 - the key's. unsaid: name -> SENTENCE, the answer where the config does not
-    have the name.
+    the default of the method. columns: column of weft -> names of keys whose value is the file's name of the column.
+    complements: key of weft -> names whose value is 1 - the key's. unsaid: name -> SENTENCE, the answer if the config
+    does not have the name.
     """
 
     names: Groups
@@ -88,30 +88,30 @@ class JobDraft:
 
 @dataclass(frozen=True)
 class Table:
-    """tables/NAME.yaml; tables/NAME.md is the introduction of its page.
+    """tables/NAME.yaml. The introduction of the trainer's page is tables/NAME.md.
 
-    A name is the last part of a trainer's dotted name, or as many of the last parts as are needed to tell it from
-    another (`checkpoint.interval`), in lower case with underscores. `wandb.*` is a section and everything in it.
-    SENTENCE is the name of a sentence in sentences.yaml, or a text.
+    A name is the last part of a trainer's dotted name, in lower case with underscores. If two names have the same last
+    part, as many parts as necessary distinguish them (`checkpoint.interval`). `wandb.*` is a section and everything in
+    it. SENTENCE is the name of a sentence in sentences.yaml, or a text.
 
-    title: the trainer's name in messages. names: heading of the page -> SENTENCE -> names to which it is the answer.
-    rl: SENTENCE -> names to which `weft rl` gives this answer. defaults: key of weft -> the trainer's default, if it is
-    not weft's. older: the same for a former version.
+    title: the trainer's name in messages. names: heading of the page -> SENTENCE -> the names with this answer. rl:
+    SENTENCE -> the names with this answer in `weft rl`. defaults: key of weft -> the trainer's default, if it differs
+    from weft's. older: the same for a former version.
 
-    Further fields for `weft migrate`. signs: patterns of whole dotted names by which the trainer's files are
-    recognised. tasks: kind of training other than supervised fine-tuning -> name -> the values that ask for it; null:
-    any. moves: key of weft -> names whose value it takes as it is, beside those of all trainers (shared.yaml). means:
-    name -> value in lower case, `on`, `off` or `*` -> key of weft -> value. silent: name -> values that have no effect.
-    per_device: names whose product is the batch of one device -> default. smallest_step: documents that a step has at
-    least, if the file does not say how many micro-batches are accumulated. former: name of another version -> name.
-    adapter_lr: default learning rate with adapters, if it is another one. datasets: names whose values are data sets as
-    in PATH:SUBSET#ROWS -> section of weft. packing: names that, if true, make the batch
-    a number of rows of the greatest length. lora: the name that says whether there are adapters -> the values with
-    which there are; the value "" stands for an unset name. balancing: default factor of the auxiliary loss of a mixture
-    of experts. companion: whether the trainer's file accompanies that of another. vision: name -> default for models
-    with images. devices: names of the list of training devices. steps_behind: whether update k has the schedule's rate
-    at k - 1, as where a scheduler of PyTorch or Megatron steps behind the update. rl_draft: reinforcement learning, if
-    drafts of it can be made. jobs: the same for weft's commands dpo, reward and distill.
+    The following fields are for `weft migrate`. signs: patterns of complete dotted names by which the trainer's files
+    are recognised. tasks: kind of training other than supervised fine-tuning -> name -> the values that select it;
+    null: any value. moves: key of weft -> names with the same values, in addition to shared.yaml. means: name -> value
+    in lower case, `on`, `off` or `*` -> key of weft -> value. silent: name -> values that have no effect. per_device:
+    names whose product is the batch of one device -> default. smallest_step: minimum number of documents in a step, if
+    the file does not set the number of accumulated micro-batches. former: name of another version -> name. adapter_lr:
+    default learning rate with adapters, if it differs. datasets: names whose values are data sets as in
+    PATH:SUBSET#ROWS -> section of weft. packing: names that, if true, make the batch a number of rows of the maximum
+    length. lora: the name that enables adapters -> the values that enable them; the value "" is an unset name.
+    balancing: default factor of the auxiliary loss of a mixture of experts. companion: whether the trainer's file
+    accompanies another trainer's. vision: name -> default for models with images. devices: names of the list of
+    training devices. steps_behind: whether update k has the schedule's rate at k - 1, because a scheduler of PyTorch or
+    Megatron steps after the update. rl_draft: reinforcement learning, if weft can draft it. jobs: the same for weft's
+    commands dpo, reward and distill.
     """
 
     title: str
@@ -154,7 +154,7 @@ class RankNames:
 
 @dataclass(frozen=True)
 class Sources:
-    """Lists of data sets, and the keys of an entry."""
+    """Lists of data sets, and the keys of their entries."""
 
     lists: dict[str, str]
     keys: dict[str, str]
@@ -184,7 +184,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Sentences:
-    """tables/sentences.yaml: name -> what weft says."""
+    """tables/sentences.yaml: name -> sentence."""
 
     sft: dict[str, str]
     rl: dict[str, str]
@@ -193,9 +193,9 @@ class Sentences:
 
 @dataclass(frozen=True)
 class JobNames:
-    """What a trainer's table says of one command of weft beside `weft sft`. names: name -> advice. moves: name -> key.
-    columns: name -> column. complements: name -> key. unsaid: name -> advice. means, defaults, methods, by_method: as
-    in JobDraft."""
+    """The entries of a trainer's table for one command of weft other than `weft sft`. names: name -> advice. moves:
+    name -> key. columns: name -> column. complements: name -> key. unsaid: name -> advice. means, defaults, methods,
+    by_method: as in JobDraft."""
 
     names: dict[str, str]
     moves: dict[str, str]
@@ -209,7 +209,7 @@ class JobNames:
 
 
 class Trainer:
-    """A trainer that users come from. name: the name of its table and page. Other attributes are made from `table`."""
+    """Another trainer. name: the name of its table and page. Other attributes are made from `table`."""
 
     def __init__(self, name: str, table: Table, say: Sentences) -> None:
         file = f"{name}.yaml:"
@@ -240,11 +240,11 @@ class Trainer:
             self.jobs["rl"] = JobNames(self.rl, self.rl_moves, self.rl_means, rl.defaults, self.rl_columns)
 
     def signs_in(self, names: Iterable[str]) -> list[str]:
-        """The dotted names among these that are signs of this trainer."""
+        """The dotted names among these by which the trainer is recognised."""
         return [name for name in names if any(fnmatchcase(name.replace("-", "_"), sign) for sign in self.table.signs)]
 
     def task(self, name: str, value: Any) -> str | None:
-        """The kind of training that a value asks for; None for supervised fine-tuning. name: a key of `tasks`."""
+        """The kind of training that a value selects; None for supervised fine-tuning. name: a key of `tasks`."""
         if value is None or value is False:
             return None
         text = str(value).lower()
@@ -285,7 +285,7 @@ class Tables:
 
     @cached_property
     def names_without_page(self) -> dict[str, str]:
-        """name -> advice, for names of trainers that have no page."""
+        """name -> advice, for names of trainers without a page."""
         return advice_by_name(self.shared.names, self.sentences.sft, "shared.yaml: names:")
 
     @cached_property
@@ -295,7 +295,7 @@ class Tables:
 
     @cached_property
     def choices(self) -> dict[str, str]:
-        """name -> key of weft with the same meaning and some of the values."""
+        """name -> key of weft with the same meaning, which accepts some of the values."""
         return inverse(self.shared.choices, "shared.yaml: choices:")
 
     @cached_property
@@ -305,7 +305,7 @@ class Tables:
 
     @cached_property
     def columns(self) -> dict[str, str]:
-        """name of a key that names a column -> weft's name of the column."""
+        """name of a key whose value is the name of a column -> weft's name of the column."""
         return inverse(self.shared.columns, "shared.yaml: columns:")
 
     @cached_property
@@ -315,7 +315,7 @@ class Tables:
 
     @cached_property
     def companions(self) -> tuple[Trainer, ...]:
-        """Trainers whose file accompanies that of another."""
+        """Trainers whose file accompanies another trainer's."""
         return tuple(trainer for trainer in self.trainers if trainer.table.companion)
 
     @property
@@ -328,8 +328,8 @@ class Tables:
         others = "; ".join(f"{kind} for {titles[kind]}" for kind in reversed(KINDS) if titles[kind])
         return (
             f"`weft migrate` drafts supervised fine-tuning for every trainer in docs/coming-from; {others}. "
-            "For others, start with docs/how-to (for reinforcement learning rl.md), and set the keys that "
-            "`weft rl FILE --dry-run` names for each name of the old config."
+            "For other configs, start with docs/how-to (rl.md for reinforcement learning). `weft rl FILE --dry-run` "
+            "prints the keys to set for each name of the old config."
         )
 
     def introduction(self, trainer: Trainer) -> str:
@@ -344,16 +344,16 @@ def advice_by_name(groups: Mapping[str, Iterable[str]], sentences: Mapping[str, 
 
 def _sentence(key: str, sentences: Mapping[str, str], location: str) -> str:
     if key not in sentences and _SENTENCE.fullmatch(key):
-        raise TableError(f"{location} {key} is no sentence of sentences.yaml.")
+        raise TableError(f"{location} {key} is not a sentence of sentences.yaml.")
     return sentences.get(key, key)
 
 
 def _tasks(kinds: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, list[tuple[str, str]]]:
-    """name -> (pattern of values, kind of training); the first pattern that matches decides."""
+    """name -> (pattern of values, kind of training). The first matching pattern decides."""
     by_name: dict[str, list[tuple[str, str]]] = {}
     for kind, names in kinds.items():
         if kind not in KINDS:
-            raise TableError(f"{location} {kind} is none of {', '.join(KINDS)}.")
+            raise TableError(f"{location} {kind} is not one of {', '.join(KINDS)}.")
         for name, values in names.items():
             patterns = [ANY] if values is None else _words(values)
             by_name.setdefault(name, []).extend((pattern, kind) for pattern in patterns)
@@ -379,8 +379,8 @@ def _job(job: JobDraft, say: Sentences, location: str) -> JobNames:
 def _meanings(
     means: Meanings, silent: Mapping[str, Any], sentences: Mapping[str, str], location: str, of_silent: str
 ) -> Meanings:
-    """`means` with sentences in place of their names, and `silent` values with an empty meaning. where, of_silent:
-    places in the table, for errors."""
+    """`means` with sentences instead of their names, and `silent` values with an empty meaning. where, of_silent:
+    positions in the table, for errors."""
     meanings: Meanings = {}
     for name, values in means.items():
         meanings[name] = {
@@ -393,7 +393,7 @@ def _meanings(
     for name, values in silent.items():
         for value in _words(values):
             if value in meanings.setdefault(name, {}):
-                raise TableError(f"{of_silent} {name}: {value} stands under means, too: keep one.")
+                raise TableError(f"{of_silent} {name}: {value} is also under means: remove one.")
             meanings[name][value] = {}
     return meanings
 

@@ -1,9 +1,8 @@
-"""The algorithms of TRL's GRPO and RLOO (`trl grpo`, `trl rloo`) in weft's keys, one quantity after another.
+"""The algorithms of TRL's GRPO and RLOO (`trl grpo`, `trl rloo`) in weft's keys, one quantity at a time.
 
-The defaults are in trl/trainer/grpo_config.py and rloo_config.py; what they compute is in grpo_trainer.py and
-rloo_trainer.py beside them (advantages in _generate_and_score_completions, the loss in _compute_loss). Read in version
-1.16. Every key that defines the algorithm
-is written, as algorithm.py says.
+The defaults are in trl/trainer/grpo_config.py and rloo_config.py. The computations are in grpo_trainer.py and
+rloo_trainer.py in the same folder (advantages in _generate_and_score_completions, the loss in _compute_loss), in
+version 1.16. Every key that defines the algorithm is written; see algorithm.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.scripts import PROGRAM
 from weft.config.yaml12 import show
 
-# Name -> TRL's default, of everything that is read here.
+# Name -> TRL's default, for every name that this file reads.
 DEFAULTS: dict[str, Any] = {
     "num_generations": 8,
     "per_device_train_batch_size": 8,
@@ -59,7 +58,7 @@ DEFAULTS: dict[str, Any] = {
     "vllm_importance_sampling_cap": None,  # the former name of clip_max
     "max_grad_norm": 1.0,
 }
-# What RLOOConfig has not, has alone, and has with another default.
+# RLOOConfig: names that it lacks, names that only it has, and different defaults.
 _OF_GRPO = (
     "use_bias_correction_kl", "delta", "importance_sampling_level", "scale_rewards", "loss_type",
     "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold",
@@ -78,7 +77,7 @@ _LOSSES = {
 }
 # The end of a reward's name -> (weft's reward, whether it gives the same numbers).
 _REWARDS = {"accuracy_reward": ("math", True), "think_format_reward": ("format", False)}
-# vllm_importance_sampling_mode -> (rl.correction, rl.correction_level); masks have icepop where clip_min is set, too.
+# vllm_importance_sampling_mode -> (rl.correction, rl.correction_level); for masks it is icepop if clip_min is also set.
 _CORRECTIONS = {
     "token_truncate": ("tis", "token"),
     "sequence_truncate": ("tis", "sequence"),
@@ -110,23 +109,23 @@ class Trl(Algorithm):
 
     def sizes(self, ranks: int | None) -> int:
         """Set prompts, samples and updates of a rollout step, and lengths. Returns the optimizer steps of one pass over
-        a rollout step's samples, 1 if they are not known."""
+        a rollout step's samples, or 1 if they are unknown."""
         draft, group = self.draft, int(self.number("num_generations"))
         self.take("rl.group_size", group, "num_generations")
         self.take("rl.epochs", int(self.number("num_iterations")), "num_iterations")
         self.take("rollout.max_new_tokens", int(self.number("max_completion_length")), "max_completion_length")
         if limit := int(self.number("max_prompt_length")):
             self.take("rollout.max_prompt_tokens", limit, "max_prompt_length")
-            self.differs("prompts that are too long", "cut at their beginning", "an error, or left out: "
+            self.differs("prompts that are too long", "truncated at the beginning", "an error, or omitted: "
                          "`data.long_documents`")  # fmt: skip
-        self.take("rl.chat", False, "rl.chat", "TRL continues a prompt that is a text as it stands")
+        self.take("rl.chat", False, "rl.chat", "TRL continues a prompt that is a text, without a template")
         draft.fit_row(draft.value("rollout.max_prompt_tokens", 1024) + draft.value("rollout.max_new_tokens"), "sample")
         batch, steps = int(self.number("per_device_train_batch_size")), int(self.number("gradient_accumulation_steps"))
         generated = int(self.number("generation_batch_size"))
         of_generation = int(self.number("steps_per_generation")) or steps
         if not generated and ranks is None:
             text = f"per_device_train_batch_size {batch} x {of_generation} x GPUs / num_generations {group}"
-            draft.values["rl.prompts_per_step"] = (None, f"set it: {text}; or give --nproc", "generation_batch_size")
+            draft.values["rl.prompts_per_step"] = (None, f"set it: {text}; or set --nproc", "generation_batch_size")
             samples = batch * of_generation
             updates = of_generation / steps
         else:
@@ -137,10 +136,10 @@ class Trl(Algorithm):
         if updates >= 1 and updates == int(updates):
             self.take("rl.minibatches", int(updates), "steps_per_generation",
                       f"{of_generation} steps_per_generation / {steps} gradient_accumulation_steps"
-                      if not generated else f"{samples} samples / those of an optimizer step")  # fmt: skip
+                      if not generated else f"{samples} samples / the samples of an optimizer step")  # fmt: skip
             return int(updates)
         draft.values["rl.minibatches"] = (
-            None, "set it: samples of generation / those of an optimizer step", "steps_per_generation"
+            None, "set it: samples of generation / samples of an optimizer step", "steps_per_generation"
         )  # fmt: skip
         return 1
 
@@ -166,7 +165,7 @@ class Trl(Algorithm):
         if rewards:
             self.take("rl.reward", rewards, "reward_funcs")
         (self.same if exact and rewards else self.differs)(
-            "reward", ", ".join(map(str, names)) or "given in Python", ", ".join(rewards) or "none yet: set `rl.reward`"
+            "reward", ", ".join(map(str, names)) or "passed in Python", ", ".join(rewards) or "none: set `rl.reward`"
         )
         if "math" in rewards and "data.columns" not in self.draft.values:
             self.take("data.columns", {"answer": "solution"}, "reward_funcs", "the column that accuracy_reward reads")
@@ -184,7 +183,7 @@ class Trl(Algorithm):
         scale = self.value("scale_rewards")
         norm = {"true": "group", "false": "none"}.get(str(scale).lower(), str(scale))
         over = "" if norm == "none" else f" / standard deviation of the {norm}"
-        self.take("rl.algorithm", "grpo", "loss_type", "TRL's GRPO; the keys below say more")
+        self.take("rl.algorithm", "grpo", "loss_type", "TRL's GRPO; the keys below define it")
         self.take("rl.advantage", "grpo", "scale_rewards")
         self.take("rl.advantage_norm", norm, "scale_rewards")
         self.same("advantage", *[f"reward - mean of the group{over}"] * 2)
@@ -217,7 +216,7 @@ class Trl(Algorithm):
         if loss == "ppo":
             dual = None if self.value("delta") is None else self.number("delta")
             self.take("rl.dual_clip", dual, "delta")
-            self.same("dual clip", *["none" if dual is None else f"{dual:g} x advantage, where that is negative"] * 2)
+            self.same("dual clip", *["none" if dual is None else f"{dual:g} x advantage, if that is negative"] * 2)
         elif self.value("delta") is not None:
             self.differs("dual clip", f"{self.number('delta'):g}", "none")
         self.take("rl.loss_aggregation", aggregation, "loss_type")
@@ -232,14 +231,14 @@ class Trl(Algorithm):
         for name, none, quantity in (
             ("use_adaptive_entropy", False, "weight of the entropy"),
             ("top_entropy_quantile", 1.0, "tokens by entropy"),
-            ("off_policy_mask_threshold", None, "samples that are left out"),
+            ("off_policy_mask_threshold", None, "samples that are omitted"),
             ("sync_ref_model", False, "reference"),
         ):  # fmt: skip
             if self.value(name) not in (none, str(none).lower()):
                 self.differs(quantity, f"{name} {show(self.value(name))}", "none")
 
     def kl(self) -> None:
-        """Set rl.kl_coef and what belongs to it."""
+        """Set rl.kl_coef and the related keys."""
         self.penalty(self.number("beta"), "beta", "loss", "k3", None, self.on("use_bias_correction_kl"))
 
     def sampling(self) -> None:
@@ -269,7 +268,7 @@ class Trl(Algorithm):
             self.take("rollout.num_engines", max(1, gpus // tp), "vllm_mode", f"{gpus} GPUs / {tp}")
 
     def corrections(self) -> None:
-        """Set rl.old_logprobs and rl.correction; TRL corrects vLLM's samples alone."""
+        """Set rl.old_logprobs and rl.correction. TRL corrects only vLLM's samples."""
         self.take("rl.old_logprobs", "recompute", "rl.old_logprobs", "the trainer's, as in TRL")
         if not self.on("use_vllm") or not self.on("vllm_importance_sampling_correction"):
             self.corrects("none", "token", 0.0, 0.0, "vllm_importance_sampling_correction")
@@ -287,7 +286,7 @@ class Trl(Algorithm):
 
 
 class Rloo(Trl):
-    """RLOOTrainer's algorithm: one ratio for a whole sample, the KL in its reward."""
+    """RLOOTrainer's algorithm: one ratio per sample, and the KL in its reward."""
 
     defaults = {name: value for name, value in DEFAULTS.items() if name not in _OF_GRPO} | _OF_RLOO | _LIKE_GRPO
 
@@ -295,10 +294,10 @@ class Rloo(Trl):
         """Set rl.algorithm, rl.advantage, rl.mask_truncated and rl.dynamic_sampling."""
         if "rloo_k" in self.settings:
             self.take("rl.group_size", int(self.number("rloo_k")), "rloo_k")
-            self.differs("version", "TRL before 0.20, whose names and defaults are others", "RLOOConfig of 1.16")
-        self.take("rl.algorithm", "rloo", "rl.algorithm", "TRL's RLOO; the keys below say more")
+            self.differs("version", "TRL before 0.20, with other names and defaults", "RLOOConfig of 1.16")
+        self.take("rl.algorithm", "rloo", "rl.algorithm", "TRL's RLOO; the keys below define it")
         self.take("rl.advantage", "rloo", "rl.advantage", "TRL's RLOO")
-        text = "reward - mean of the others of the group"
+        text = "reward - mean of the other samples of the group"
         whitens = self.on("normalize_advantages")
         original = text + ", whitened over all samples" * whitens
         (self.differs if whitens else self.same)("advantage", original, text)
@@ -319,7 +318,7 @@ class Rloo(Trl):
             self.differs("reference", f"sync_ref_model {show(self.value('sync_ref_model'))}", "none")
 
     def kl(self) -> None:
-        """Set rl.kl_coef and what belongs to it."""
+        """Set rl.kl_coef and the related keys."""
         self.penalty(self.number("beta"), "beta", "reward", "k1", None, False)
 
     def corrections(self) -> None:

@@ -1,9 +1,9 @@
-"""The algorithm of a verl config (`verl.trainer.main_ppo`) in weft's keys, one quantity after another.
+"""The algorithm of a verl config (`verl.trainer.main_ppo`) in weft's keys, one quantity at a time.
 
-The defaults are in verl/trainer/config/ppo_trainer.yaml and the files that it names. What they compute is in
+The defaults are in verl/trainer/config/ppo_trainer.yaml and the files that it includes. The computations are in
 verl/trainer/ppo/core_algos.py (advantages, losses, KL, aggregation), verl/trainer/ppo/ray_trainer.py (the order of a
-step), verl/workers/actor/dp_actor.py (mini-batches and the schedule's steps) and verl/utils/reward_score. Read at
-commit b178a3cd. Every key that defines the algorithm is written, as algorithm.py says.
+step), verl/workers/actor/dp_actor.py (mini-batches and the schedule's steps) and verl/utils/reward_score, at commit
+b178a3cd. Every key that defines the algorithm is written; see algorithm.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.config.yaml12 import show
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _VALIDATION, _CORRECTION = f"{_ROLLOUT}.val_kwargs", "algorithm.rollout_correction"
 
-# Name -> verl's default, of everything that is read here.
+# Name -> verl's default, for every name that this file reads.
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
@@ -43,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
     f"{_CORRECTION}.rollout_rs_threshold": None,
     f"{_CORRECTION}.bypass_mode": False,
     f"{_CORRECTION}.loss_type": "ppo_clip",
-    f"{_ACTOR}.tis_imp_ratio_cap": -1,  # of 0.5
+    f"{_ACTOR}.tis_imp_ratio_cap": -1,  # a name of version 0.5
     f"{_ACTOR}.ppo_mini_batch_size": 256,
     f"{_ACTOR}.ppo_epochs": 1,
     f"{_ACTOR}.shuffle": False,
@@ -98,13 +98,13 @@ DEFAULTS: dict[str, Any] = {
     "trainer.critic_warmup": 0,
     "trainer.val_before_train": True,
 }  # fmt: skip
-# Of the critic, what says how its work is cut and stored, and nothing about results.
+# Names of the critic that set how its work is split and stored, and do not change results.
 _CRITIC_IDLE = (
     "critic.*micro_batch_size*", "critic.*max_token_len_per_gpu", "critic.use_dynamic_bsz", "critic.strategy",
     "critic.model.use_remove_padding", "critic.model.enable_gradient_checkpointing", "critic.model.tokenizer_path",
     "critic.checkpoint.*", "critic.model.fsdp_config.*",
 )  # fmt: skip
-# Of the critic's own names -> the policy's, which weft uses for both, and verl's default.
+# Names of the critic's settings -> the policy's, which weft uses for both, and verl's default.
 _CRITIC = {
     "critic.optim.weight_decay": (f"{_ACTOR}.optim.weight_decay", 0.01),
     "critic.optim.lr_warmup_steps_ratio": (f"{_ACTOR}.optim.lr_warmup_steps_ratio", 0.0),
@@ -116,7 +116,7 @@ _CRITIC = {
 _ESTIMATORS = {
     "gae": ("ppo", "gae", "batch", "gae, whitened over all tokens"),
     "grpo": ("grpo", "grpo", "group", "reward - mean of the group / standard deviation of the group"),
-    "rloo": ("rloo", "rloo", None, "reward - mean of the others of the group"),
+    "rloo": ("rloo", "rloo", None, "reward - mean of the other samples of the group"),
     "reinforce_plus_plus": ("reinforce++", "reinforce++", None, "returns, whitened over all tokens"),
     "reinforce_plus_plus_baseline": (
         "reinforce++_baseline", "reinforce++_baseline", None, "reward - mean of the group, whitened over all tokens"
@@ -128,7 +128,7 @@ _OFFLOADED = {"param_offload": ["parameters", "gradients"], "optimizer_offload":
 
 
 class Verl(Algorithm):
-    """main_ppo's algorithm; its batches do not depend on data ranks."""
+    """The algorithm of main_ppo. Its batches do not depend on the number of data ranks."""
 
     defaults = DEFAULTS
 
@@ -153,20 +153,20 @@ class Verl(Algorithm):
         self.steps()
         for name in self.settings:
             if self.handles(name) and name not in DEFAULTS and name not in _CRITIC and not _is_idle(name):
-                self.draft.notes[name] = self.draft.advice(name) or "weft does not know it."
+                self.draft.notes[name] = self.draft.advice(name) or "weft does not know this name."
 
     def data(self) -> None:
-        """Set the columns of verl's files, and what becomes of long prompts."""
+        """Set the columns of verl's files, and the handling of long prompts."""
         columns = {"answer": "reward_model.ground_truth"}
         for name, column in (("data.prompt_key", "prompt"), ("data.image_key", "images")):
             if self.value(name) != column:
                 columns[column] = str(self.value(name))
         self.take("data.columns", columns, "data.prompt_key", "verl's columns: prompt, and reward_model.ground_truth")
-        self.take("rl.chat", False, "rl.chat", "verl's prompts are messages, which go through the chat template")
+        self.take("rl.chat", False, "rl.chat", "verl's prompts are messages, which the chat template renders")
         drops = self.on("data.filter_overlong_prompts")
         self.take("data.long_documents", "drop" if drops else "error", "data.filter_overlong_prompts")
         if not drops and self.value("data.truncation") != "error":
-            self.differs("prompts that are too long", f"cut ({self.value('data.truncation')})", "an error")
+            self.differs("prompts that are too long", f"truncated ({self.value('data.truncation')})", "an error")
 
     def rewards(self) -> None:
         """Set rl.reward, rl.overlong_buffer and rl.overlong_penalty."""
@@ -177,19 +177,19 @@ class Verl(Algorithm):
         if path is not None:
             module = str(path).removesuffix(".py").strip("./").replace("/", ".")
             self.take("rl.reward", [f"{module}:{function}"], "custom_reward_function.path",
-                      f"{path}: run weft where Python can import it")  # fmt: skip
+                      f"{path}: make sure that Python can import it")  # fmt: skip
             self.same("reward", f"{path}: {function}", f"the same function, {module}:{function}")
         elif gsm8k:
             self.take("rl.reward", ["regex"], "data.reward_fn_key", "verl's score of openai/gsm8k")
             self.take("rl.reward_options", {"regex.pattern": r"#### (\-?[0-9\.\,]+)"}, "data.reward_fn_key",
                       "verl's score of openai/gsm8k")  # fmt: skip
-            self.differs("reward", "gsm8k: the last number behind `####`, without commas, in the last 300 characters",
-                         "regex: the last number behind `####`, as it is written")  # fmt: skip
+            self.differs("reward", "gsm8k: the last number after `####`, without commas, in the last 300 characters",
+                         "regex: the last number after `####`, unchanged")  # fmt: skip
             if others := len(names) - len(gsm8k):
-                self.differs("reward of the other files", f"verl's own score for each row's data_source, of {others}",
+                self.differs("reward of the other files", f"verl's score for each row's data_source, of {others}",
                              "that of gsm8k: set `rl.reward`, and `rl.reward_column`")  # fmt: skip
         else:
-            self.differs("reward", "verl's own score for each row's data_source", "none yet: set `rl.reward`")
+            self.differs("reward", "verl's score for each row's data_source", "none: set `rl.reward`")
         if str(self.settings.get("distillation.enabled", False)).lower() == "true":
             self.differs("teacher", "distillation: its models score the policy's samples", "none: set `rl.teacher`, "
                          "`rl.teacher_in: advantage` and `rl.teacher_coef`")  # fmt: skip
@@ -227,7 +227,7 @@ class Verl(Algorithm):
             self.take("rl.gae_lambda", self.number("algorithm.lam"), "algorithm.lam")
         self.compare_values({"gamma": "rl.gamma", "lambda": "rl.gae_lambda"})
         if self.on("algorithm.use_pf_ppo"):
-            self.differs("samples of an update", "drawn by their scores (pf_ppo)", "each once")
+            self.differs("samples of an update", "drawn by their scores (pf_ppo)", "each sample once")
         return estimator
 
     def policy_loss(self) -> None:
@@ -245,37 +245,37 @@ class Verl(Algorithm):
             self.take("rl.clip", [low, high], f"{_ACTOR}.clip_ratio_low", "clip_ratio_low, clip_ratio_high")
             self.same("clip of the ratio", *[f"{1 - low:g} to {1 + high:g}"] * 2)
         name = f"{_ACTOR}.loss_agg_mode"
-        aggregation = "seq-mean-token-mean" if loss == "gspo" else str(self.value(name))  # gspo reads no other
+        aggregation = "seq-mean-token-mean" if loss == "gspo" else str(self.value(name))  # gspo supports no other
         self.aggregation(aggregation, name, f"{_ACTOR}.grad_clip")
         if self.value(f"{_ACTOR}.loss_scale_factor") is not None:
-            self.draft.notes[f"{_ACTOR}.loss_scale_factor"] = "`rollout.max_new_tokens` takes its place: remove it."
+            self.draft.notes[f"{_ACTOR}.loss_scale_factor"] = "`rollout.max_new_tokens` replaces it: remove it."
         if "optimizer.eps" not in self.draft.values:
             self.take("optimizer.eps", 1e-8, "optimizer.eps", "torch's default, as in verl")
         self.take("rl.entropy_coef", self.number(f"{_ACTOR}.entropy_coeff"), f"{_ACTOR}.entropy_coeff")
         self.compare_values({"entropy": "rl.entropy_coef"})
-        self.take("rl.mask_truncated", False, "rl.mask_truncated", "verl trains samples of the greatest length")
+        self.take("rl.mask_truncated", False, "rl.mask_truncated", "verl trains samples of the maximum length")
         rounds = int(self.number("algorithm.filter_groups.max_num_gen_batches"))
         filters = self.on("algorithm.filter_groups.enable")
         self.take("rl.dynamic_sampling", (rounds or 100) if filters else 0, "algorithm.filter_groups.enable")
         if filters:
             metric = show(self.value("algorithm.filter_groups.metric"))
-            text = f"replaced, in {rounds or 'any number of'} rounds, by equal {metric}"
-            self.same("groups of equal rewards", text, "replaced, by equal rewards")
+            text = f"replaced if equal in {metric}, in {rounds or 'any number of'} rounds"
+            self.same("groups with equal rewards", text, "replaced")
 
     def bound(self, end: str) -> float:
-        """clip_ratio_low or clip_ratio_high. clip_ratio counts only where they are null: their default is 0.2."""
+        """clip_ratio_low or clip_ratio_high. clip_ratio counts only if these are null: their default is 0.2."""
         name = f"{_ACTOR}.clip_ratio_{end}"
         if self.value(name) is None:
             return self.number(f"{_ACTOR}.clip_ratio")
         if f"{_ACTOR}.clip_ratio" in self.settings and self.number(f"{_ACTOR}.clip_ratio") != self.number(name):
             self.draft.notes[f"{_ACTOR}.clip_ratio"] = (
-                f"verl reads clip_ratio_low and clip_ratio_high, here {self.number(name):g}: it has no effect. If "
+                f"it has no effect: verl reads clip_ratio_low and clip_ratio_high, here {self.number(name):g}. If "
                 "your version of verl is older than these two names, set `rl.clip`."
             )
         return self.number(name)
 
     def kl(self) -> None:
-        """Set rl.kl_coef and what belongs to it."""
+        """Set rl.kl_coef and the related keys."""
         in_loss = self.on(f"{_ACTOR}.use_kl_loss") and self.number(f"{_ACTOR}.kl_loss_coef") > 0
         in_reward = self.on("algorithm.use_kl_in_reward") and self.number("algorithm.kl_ctrl.kl_coef") > 0
         if not in_loss and not in_reward:
@@ -315,7 +315,7 @@ class Verl(Algorithm):
         if level is None:
             self.take("rl.correction", "none", name)
             self.same("correction of the engine's mismatch", "none", "none")
-        elif "_" in str(self.value(limit)):  # lower_upper: weights outside are zero
+        elif "_" in str(self.value(limit)):  # lower_upper: weights outside of the limits are zero
             low, high = (next(numbers_of(bound), 0) for bound in str(self.value(limit)).split("_", 1))
             self.corrects("icepop", str(level), low, high, limit)
         else:
@@ -330,7 +330,7 @@ class Verl(Algorithm):
             )
         if self.value(f"{_CORRECTION}.rollout_rs") is not None:
             text = f"{self.value(f'{_CORRECTION}.rollout_rs')}, {self.value(f'{_CORRECTION}.rollout_rs_threshold')}"
-            self.differs("samples that are left out", text, "none; `rl.correction: icepop` is the nearest")
+            self.differs("samples that are omitted", text, "none; the nearest is `rl.correction: icepop`")
 
     def critic(self) -> None:
         """Set critic.lr, critic.clip and critic.path."""
@@ -340,7 +340,7 @@ class Verl(Algorithm):
         path = self.value("critic.model.path")
         if path is not None and path != self.draft.value("model.path"):
             self.take("critic.path", path, "critic.model.path")
-        self.differs("critic's head at the start", "drawn at random", "zeros; `critic.head` has others")
+        self.differs("critic's head at the start", "random", "zeros; `critic.head` has others")
         if self.draft.value("rl.loss_aggregation") != "token_mean":
             self.differs("aggregation of the critic's loss", str(self.value(f"{_ACTOR}.loss_agg_mode")),
                          "the mean over tokens")  # fmt: skip
@@ -349,7 +349,7 @@ class Verl(Algorithm):
         for name, (policy_name, default) in _CRITIC.items():
             policy = self.settings.get(policy_name, default)
             if name in self.settings and self.settings[name] != policy:
-                self.differs(name, f"critic {show(self.settings[name])}, policy {show(policy)}", "as the policy")
+                self.differs(name, f"critic {show(self.settings[name])}, policy {show(policy)}", "the policy's")
 
     def sampling(self) -> None:
         """Set rollout.temperature, top_p, top_k and min_p."""
@@ -382,12 +382,12 @@ class Verl(Algorithm):
         return any(name.startswith("async_training.") for name in self.settings)
 
     def devices(self, gpus: int | None) -> None:
-        """Set the engines, and what waits in the host's memory while they generate."""
+        """Set the engines, and the parts of trainers that move to host memory while engines generate."""
         draft, tp = self.draft, int(self.number(f"{_ROLLOUT}.tensor_model_parallel_size"))
         name = f"{_ROLLOUT}.name"
         self.take("rollout.engine", self.engine, name)
         if self.value(name) != self.engine:
-            draft.notes[name] = f"weft has no engine {self.value(name)}: the draft has {self.engine}."
+            draft.notes[name] = f"weft has no engine {self.value(name)}: the draft uses {self.engine}."
         if self.engine in SERVERS:
             self.take("rollout.tp", tp, f"{_ROLLOUT}.tensor_model_parallel_size")
         else:
@@ -420,7 +420,7 @@ class Verl(Algorithm):
                       "actor_rollout_ref.ref.fsdp_config.param_offload")  # fmt: skip
 
     def steps(self) -> None:
-        """Set the optimizer steps of a rollout step, and what weft counts by them."""
+        """Set the optimizer steps of a rollout step, and the keys that count them."""
         draft, name = self.draft, f"{_ACTOR}.ppo_mini_batch_size"
         longest = draft.value("rollout.max_prompt_tokens", 0) + draft.value("rollout.max_new_tokens", 0)
         if self.on(f"{_ACTOR}.use_dynamic_bsz"):
@@ -439,13 +439,13 @@ class Verl(Algorithm):
         epochs = int(self.number(f"{_ACTOR}.ppo_epochs"))
         self.take("rl.epochs", epochs, f"{_ACTOR}.ppo_epochs")
         if not batch or prompts % batch:
-            text = "set it: prompts of a rollout step / ppo_mini_batch_size, if that is a whole number"
+            text = "set it: prompts of a rollout step / ppo_mini_batch_size, if the result is a whole number"
             draft.values["rl.minibatches"] = (None, text, name)
             return
         self.take("rl.minibatches", prompts // batch, name, f"{prompts} prompts / ppo_mini_batch_size {batch}")
         self.compare_steps()
         if self.on(f"{_ACTOR}.shuffle"):
-            self.same("samples of an update", "drawn at random", "groups in the order of their prompts")
+            self.same("samples of an update", "drawn at random", "complete groups, in the order of their prompts")
         updates = prompts // batch * epochs
         draft.count_updates(("train.steps", "checkpoint.every", "schedule.warmup_steps"), updates)
         if samples := int(self.number("rollout.total_rollout_steps")):
@@ -455,7 +455,9 @@ class Verl(Algorithm):
         constant = draft.value("schedule.name") == "constant" and not (
             draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_ratio")
         )
-        text = f"{draft.value('schedule.name')}, {'the same in' if updates > 1 else 'of'} all updates of a rollout step"
+        text = (
+            f"{draft.value('schedule.name')}, {'one rate for' if updates > 1 else 'of'} all updates of a rollout step"
+        )
         (self.same if constant or updates == 1 else self.differs)(
             "schedule of the learning rate", text, f"{draft.value('schedule.name')}, of each update"
         )

@@ -14,15 +14,15 @@ from weft.errors import UserError
 from weft.files import regular_file
 
 _CALLED = re.compile(r"(?i)(^|[-_/.\d])(vl|vlm|vision|llava|internvl|smolvlm|pixtral)([-_/.\d]|$)")
-_TOWER = ("vision_config",)  # keys of config.json
+_TOWER = ("vision_config",)  # keys of config.json that mark a vision tower
 _ADAPTED = (
-    "adapters were made for the language model alone, and `lora.targets: all-linear` makes them for the vision tower, "
-    "too: set `lora.targets: ['*language_model.layers.*']`."
+    "the trainer adapted only the language model, and `lora.targets: all-linear` also adapts the vision tower: set "
+    "`lora.targets: ['*language_model.layers.*']`."
 )
 
 
 def add_vision(draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Set the trainer's defaults for models with images, if the model takes images; note them if that is unknown."""
+    """Set the trainer's defaults for models with images, if the model accepts images. If that is unknown, note them."""
     entries = {draft.entry(name) for name in settings}
     unsaid = {name: value for name, value in draft.trainer.table.vision.items() if name not in entries}
     path = str(draft.value("model.path"))
@@ -35,18 +35,18 @@ def add_vision(draft: Draft, settings: Mapping[str, Any]) -> None:
         imagined = Draft(draft.trainer, draft.schema)
         _take(imagined, unsaid)
         advice = " and ".join(f"`{key}: {written(value)}`" for key, (value, _, _) in imagined.values.items())
-        draft.notes["(images)"] = f"if the model takes any, {draft.trainer.short} had other defaults: set {advice}."
+        draft.notes["(images)"] = f"for a model with images, {draft.trainer.short} has other defaults: set {advice}."
     _settle_adapters(draft)
 
 
 def _take(draft: Draft, unsaid: Mapping[str, Any]) -> None:
     for name, value in unsaid.items():
-        origin = f"{draft.trainer.short}'s default, of a model with images"
+        origin = f"{draft.trainer.short}'s default for a model with images"
         draft.take_meaning(draft.meaning(name, value) or {}, value, name, origin)
 
 
 def _settle_adapters(draft: Draft) -> None:
-    """If the old config has adapters, advise on lora.targets in place of freezing the vision tower."""
+    """If the old config has adapters, advise on lora.targets instead of freezing the vision tower."""
     if draft.value("lora.rank") is None or "vision" not in draft.value("model.freeze", ()):
         return
     names = draft.values.pop("model.freeze")[2]
