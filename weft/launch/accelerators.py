@@ -1,9 +1,9 @@
-"""The one table of accelerators: what vendors state of them, by the name under which torch knows them.
+"""The table of accelerators: the vendors' numbers, by the name that torch reports.
 
-Peaks are dense 16-bit products with fp32 accumulation, in TFLOP/s: half of a data sheet's number where that is with
-sparsity. Of GeForce cards they are those of the architecture's white paper. Rates of a name that plans can assume are
-in GB/s: of the memory; of NVLink, Infinity Fabric or PCIe in one direction; of the network for each accelerator, of
-machines in which it is usually sold; to the host, of the PCIe generation (NVLink-C2C of GH200, GB200 and GB300).
+Peaks are dense 16-bit matmuls with fp32 accumulation, in TFLOP/s: half of a data sheet's number if that assumes
+sparsity. Peaks of GeForce cards come from the architecture's white paper. Rates, for names that plans can assume, are
+in GB/s: of the memory; of NVLink, Infinity Fabric or PCIe, in one direction; of the network for each accelerator, in
+the usual machines; to the host, for the PCIe generation (NVLink-C2C for GH200, GB200 and GB300).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ AMD = "https://www.amd.com/en/products/accelerators/instinct"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a plan assumes. gib: memory that torch reports. memory, link, network, host: GB/s. matmul, attention: shares
-    of the peak that products and attention reach."""
+    """The assumptions of a plan. gib: memory that torch reports. memory, link, network, host: GB/s. matmul, attention:
+    the shares of the peak that matmuls and attention reach."""
 
     gib: float
     memory: float
@@ -31,8 +31,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A row. pattern: of torch's name. peak: TFLOP/s. capability: CUDA's; None of AMD. source: of the peak. name: for
-    `--assume`, with `rates`; "" if plans do not know it."""
+    """A row. pattern: matches torch's name. peak: TFLOP/s. capability: CUDA's; None for AMD. source: of the peak. name:
+    for `--assume`, with `rates`; "" if plans do not support the card."""
 
     pattern: str
     peak: float
@@ -42,9 +42,9 @@ class Card:
     rates: Rates | None = None
 
 
-# The first whose pattern matches counts. Shares: 0.7 and 0.5 where nothing better is known; of Hopper 700 TFLOP/s of
-# 8192^3 products and 350 of flash attention 2, which uses none of its newer instructions; of A100 250 and 190; of
-# MI300X 650 in products.
+# The first row with a matching pattern counts. The shares are 0.7 and 0.5 by default. Hopper's are from 700 TFLOP/s for
+# 8192^3 matmuls and 350 for flash attention 2, which uses none of its newer instructions; A100's from 250 and 190;
+# MI300X's from 650 for matmuls.
 CARDS = (
     Card(r"\bGB300\b", 2500, (10, 3), f"{NVIDIA}/gb300-nvl72", "gb300-288gb",
          Rates(277.0, 8000, 900, 100, 450, 0.7, 0.15)),
@@ -107,22 +107,22 @@ ASSUMABLE = {
 
 
 def card_of(device: str) -> Card | None:
-    """The row of the accelerator that torch calls so; None if there is none."""
+    """The row for a name that torch reports; None if there is none."""
     return next((card for card in CARDS if re.search(card.pattern, device)), None)
 
 
 def limits_of(capability: tuple[int, int] | None, bf16: bool) -> str:
-    """What a user has to know of a device of this capability (None: AMD's) before a run; "" if there is nothing. bf16:
-    whether the run computes in it."""
+    """The limitations of a device with this capability (None: AMD's), which a user must know before a run; "" if there
+    are none. bf16: whether the run computes in bf16."""
     if capability is None:
         return (
-            "AMD accelerators are not supported: kernels, collectives and memory are written for CUDA and were never "
-            "tried on ROCm"
+            "weft does not support AMD accelerators: kernels, collectives and memory are written for CUDA and have not "
+            "been run on ROCm"
         )
     if capability >= (8, 0):
         return ""
-    slow = " and bf16 is emulated, slowly: set fsdp.param_dtype=fp16" if bf16 else ""
+    slow = ", and bf16 is emulated, which is slow: set fsdp.param_dtype=fp16" if bf16 else ""
     return (
-        f"compute capability {capability[0]}.{capability[1]}: attention is per_document's, because flash attention "
-        f"needs 8.0{slow}"
+        f"compute capability {capability[0]}.{capability[1]}: weft uses the attention kernel per_document, because "
+        f"flash attention needs 8.0{slow}"
     )

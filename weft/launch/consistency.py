@@ -1,4 +1,4 @@
-"""Agreement between ranks: on config, data, code and versions at the start, and later on numbers and decisions."""
+"""Agreement between ranks: on config, data, code and versions at the start, and on numbers and decisions later."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MAX_SHOWN = 8
 
 
 def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """Compare the values of named items across all ranks of the group; collective. Raises RanksDisagreeError, the same
-    on every rank, which names each difference and the ranks that differ from the majority."""
+    """Compare the values of named items across all ranks of the group; collective. If they differ, raises the same
+    RanksDisagreeError on every rank. It lists each difference and the ranks that differ from the majority."""
     items_by_rank: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(items_by_rank, dict(items), group=group)
     _raise_for("ranks disagree", differences(items_by_rank, dist.get_process_group_ranks(group)))
@@ -35,8 +35,8 @@ def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChecksum:
-    """A checksum of content of which several ranks hold a copy. checksum: below 2**24. index, size: this rank's index
-    among the ranks that hold a copy, and their number."""
+    """A checksum of content that several ranks have a copy of. checksum: below 2**24. index, size: this rank's index
+    among the ranks with a copy, and their number."""
 
     name: str
     checksum: int
@@ -48,14 +48,14 @@ Checksum = TypeVar("Checksum", int, Tensor)
 
 
 def checksum_term(checksum: Checksum, index: int, size: int) -> Checksum:
-    """A rank's term of a sum over ranks that is 0 if all copies have the same checksum; exact in fp64 up to a million
-    ranks. index, size: as in ReplicaChecksum."""
+    """A rank's term of a sum over ranks, which is 0 if all copies have the same checksum. The sum is exact in fp64 for
+    up to a million ranks. index, size: as in ReplicaChecksum."""
     return checksum * (size - 1) if index == 0 else -checksum
 
 
 def raise_mismatch(problem: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
-    """Raise RanksDisagreeError after a checksum differed. It names each item that differs between the ranks that have
-    it, or reports that none differs now. Collective."""
+    """Raise RanksDisagreeError after a checksum differed. The message lists each item that differs between the ranks
+    that have it, or reports that no item differs now. Collective."""
     items_by_rank: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(items_by_rank, dict(items), group=group)
     ranks, values = dist.get_process_group_ranks(group), dict[str, dict[str, list[int]]]()
@@ -67,7 +67,7 @@ def raise_mismatch(problem: str, items: Mapping[str, str], group: dist.ProcessGr
         for name, ranks_by_value in sorted(values.items())
         if len(ranks_by_value) > 1
     ])  # fmt: skip
-    raise RanksDisagreeError(f"{problem}, but not when compared again: memory or network is faulty")
+    raise RanksDisagreeError(f"{problem}, but a second comparison found no difference: memory or network is faulty")
 
 
 def _raise_for(problem: str, lines: Sequence[str]) -> None:
@@ -77,8 +77,8 @@ def _raise_for(problem: str, lines: Sequence[str]) -> None:
 
 
 def differences(items_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """One line for each item that differs between ranks, which names the ranks of the minority. ranks: the rank of
-    each entry of `items_by_rank`."""
+    """One line for each item that differs between ranks, with the ranks of the minority. ranks: the rank of each entry
+    of `items_by_rank`."""
     lines = []
     for name in sorted({name for items in items_by_rank for name in items}):
         values = [items.get(name, "nothing") for items in items_by_rank]
@@ -100,7 +100,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 @cache
 def code_digest() -> str:
-    """Digest of weft's source files at the first call, 16 hexadecimal digits: checkouts of one version may differ."""
+    """Digest of weft's source files at the first call, 16 hexadecimal digits. Checkouts of one version may differ."""
     digest = hashlib.blake2b(digest_size=8)
     root = PACKAGE
     for path in sorted(root.rglob("*.py")):
@@ -109,12 +109,13 @@ def code_digest() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of this code; those of torch and transformers are in telemetry.summary.versions()."""
+    """Versions of Python and of this code. weft.launch.summary.versions() has those of torch and transformers."""
     return {"python": platform.python_version(), "weft's files": code_digest()}
 
 
 def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
-    """Raise UserError unless all ranks see the first rank's lock: they write into one run folder. Collective."""
+    """Raise UserError if a rank does not see the first rank's lock, and so writes into another run folder.
+    Collective."""
     try:
         sees_lock = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
     except (OSError, ValueError, KeyError):
@@ -131,8 +132,8 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
 
 
 def max_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The maximum of each number over the ranks of `group`, by one all-reduce; collective. On the host where the group
-    has gloo, so that nothing waits for the device; else on `device`."""
+    """The maximum of each number over the ranks of `group`, by one all-reduce; collective. If the group has gloo, the
+    reduction is on the host, so that nothing waits for the device; otherwise it is on `device`."""
     if dist.get_world_size(group) == 1:
         return [float(value) for value in values]
     if "gloo" in dist.get_backend_config(group):
@@ -143,7 +144,7 @@ def max_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: to
 
 
 def run_on_first_rank(call: Callable[[], None], ranks: Ranks) -> None:
-    """Call `call` on the first rank; its UserError is raised on all ranks. Collective."""
+    """Call `call` on the first rank. If it raises UserError, all ranks raise it. Collective."""
     message: list[str | None] = [None]
     if ranks.is_first:
         try:

@@ -1,4 +1,4 @@
-"""The body of a rank, or of the only process: every outcome becomes a report and an exit status."""
+"""The body of a rank, or of the only process. Every outcome becomes a report and an exit status."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from weft.launch.stopping import request_stop
 from weft.launch.watchdog import STACKS, in_collective, periodically, watch_for_ever, watched, write_stacks_to
 from weft.terminal import say
 
-# How long a rank with bad input waits for the others to report the same, and how long a rank that waited for another in
-# vain gives the launcher to look at the others.
+# Seconds that a rank with bad input waits for the others to report the same; and seconds that a rank which waited in
+# vain for another gives the launcher to examine the others.
 LINGER_SECONDS = 1.0
-_LAUNCHER_SECONDS = 0.5  # between two looks at the launcher
+_LAUNCHER_SECONDS = 0.5  # between two checks of the launcher
 
 Body = Callable[[], bool | None]
 
@@ -45,8 +45,8 @@ def joined() -> bool:
 def program(main: Callable[[], int]) -> NoReturn:
     """Run `main` and exit with the status that it returns.
 
-    A rank that ended well and left its process group exits after Python's own cleanup and before native destructors:
-    destructors of some libraries race with threads of others, and have crashed ranks whose work was done.
+    A rank that ended well and left its process group exits after Python's cleanup and before native destructors,
+    because destructors of some libraries race with threads of others, and have crashed ranks whose work was done.
     """
     ended: list[int] = []
 
@@ -57,7 +57,7 @@ def program(main: Callable[[], int]) -> NoReturn:
             sys.stderr.flush()
             os._exit(SUCCESS)
 
-    atexit.register(skip_destructors)  # what is registered first is_running last
+    atexit.register(skip_destructors)  # the first registered function runs last
     ended.append(main())
     sys.exit(ended[0])
 
@@ -65,7 +65,7 @@ def program(main: Callable[[], int]) -> NoReturn:
 def guarded(body: Body, debug: bool = False) -> int:
     """Run `body` and return the exit status. `body` returns False for a failed verdict; exceptions become messages.
 
-    In one of several ranks a failure ends the process at once, because collectives and threads would keep it alive.
+    If there are several ranks, a failure ends the process at once, because collectives and threads would keep it alive.
     """
     into = reports.folder()
     if into is not None:
@@ -97,7 +97,7 @@ def env_rank() -> int:
 
 
 def _prepare_rank(scratch: Path) -> None:
-    """Let weft's launcher notice and explain the end of this rank."""
+    """Let weft's launcher detect and explain the end of this rank."""
     end_with_parent()
     write_stacks_to(scratch / STACKS / str(env_rank()))
     flight.recorder.open(scratch / flight.FOLDER / flight.live_name(env_rank()))
@@ -106,8 +106,8 @@ def _prepare_rank(scratch: Path) -> None:
 
 @contextmanager
 def _ending_with_launcher() -> Iterator[None]:
-    """Inside, a thread watches the launcher of this rank. When the launcher is gone (killed, or ended by a signal that
-    it does not forward, as torchrun by SIGUSR1), this rank gets SIGTERM, so that it saves and ends."""
+    """Inside, a thread watches the launcher of this rank. If the launcher ends (killed, or by a signal that it does not
+    forward, such as SIGUSR1 for torchrun), this rank gets SIGTERM, so that it saves and ends."""
     launcher = process_of_launcher() if joined() else None
     signals: list[int] = []
 
@@ -116,15 +116,15 @@ def _ending_with_launcher() -> Iterator[None]:
             return
         signals.append(signal.SIGTERM)
         if request_stop(signal.SIGTERM) and os.environ.get("LOCAL_RANK", "0") == "0":
-            say(f"the launcher of these ranks (process {launcher.pid}) is gone: they end", error=True)
+            say(f"the launcher of these ranks (process {launcher.pid}) has ended, so they end", error=True)
 
     with nullcontext() if launcher is None else periodically(look, _LAUNCHER_SECONDS, "weft-launcher"):
         yield
 
 
 def set_up_actor(number: int) -> Path:
-    """Set up an actor's process: the controller can read its flight record, and a hang ends it with a report. Returns
-    the folder for reports."""
+    """Set up an actor's process, so that the controller can read its flight record and a hang ends it with a report.
+    Returns the folder for reports."""
     into = reports.folder()
     assert into is not None
     write_stacks_to(into / STACKS / str(number))
@@ -136,7 +136,7 @@ def set_up_actor(number: int) -> Path:
 
 
 def _report(report: RankReport, debug: bool) -> int:
-    """Report the failure of this process to its launcher or, without one, to the user. Returns the exit status."""
+    """Report this process's failure to its launcher, or to the user if there is none. Returns the exit status."""
     into = reports.folder()
     if into is not None:
         if report.kind == "peer":
@@ -158,7 +158,7 @@ def _report(report: RankReport, debug: bool) -> int:
 
 
 def _end_hung(message: str, stack: str, debug: bool) -> None:
-    """Report from the watchdog's thread that the main thread is stuck, and end the process."""
+    """In the watchdog's thread, report that the main thread is stuck, and end the process."""
     calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     report = RankReport(
         env_rank(), time.monotonic(), f"{message} ({flight.recorder.key})", stack, "hang", flight.activity(),
@@ -170,9 +170,9 @@ def _end_hung(message: str, stack: str, debug: bool) -> None:
 
 
 def _report_exit(code: object) -> int:
-    """Report sys.exit in a rank: otherwise a rank that merely lost its peer would seem to have failed first. Returns
-    the exit status."""
-    status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # Python's own rule
+    """Report sys.exit in a rank. Without a report, a rank that only lost its peer would seem to have failed first.
+    Returns the exit status."""
+    status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # the same rule as in Python
     into = reports.folder()
     message = f"exit status {status}" if isinstance(code, int) else str(code)
     if into is None and not isinstance(code, int | None):
@@ -186,8 +186,8 @@ def _report_exit(code: object) -> int:
 
 
 def _leave_report(report: RankReport, status: int) -> int:
-    """Leave a report of a failed verdict, or of a stop by a signal, which are no crashes. Returns the exit status: a
-    rank that weft started ends with success, and the launcher reads the report."""
+    """Write a report of a failed verdict, or of a stop by a signal. Neither is a crash. Returns the exit status: a rank
+    that weft started ends with success, and the launcher reads the report."""
     into = reports.folder()
     if into is None:
         return status
@@ -198,8 +198,8 @@ def _leave_report(report: RankReport, status: int) -> int:
 def _linger(folder: Path) -> None:
     """Wait until all ranks have reported, at most LINGER_SECONDS.
 
-    Bad input fails all ranks in the same way, and is then shown as one error. After a hang this gives the launcher time
-    to look at the other ranks.
+    Bad input fails all ranks in the same way, and the launcher then prints one error. After a hang, the wait gives the
+    launcher time to examine the other ranks.
     """
     end = time.monotonic() + LINGER_SECONDS
     while time.monotonic() < end and len(reports.read_all(folder)) < int(os.environ.get("WORLD_SIZE", 1)):
@@ -207,9 +207,9 @@ def _linger(folder: Path) -> None:
 
 
 def _find_ended_ranks(scratch: Path) -> list[int]:
-    """The ranks that have ended, after this one lost a connection: the agent stops the others only later."""
+    """The ranks that had ended when this one lost a connection. The agent stops the other ranks only later."""
     end = time.monotonic() + LINGER_SECONDS
-    while True:  # connections are closed a moment before a process has ended
+    while True:  # a process closes its connections shortly before it ends
         ended_ranks = []
         for rank, record in flight.read_all(scratch / flight.FOLDER).items():
             try:
@@ -223,8 +223,8 @@ def _find_ended_ranks(scratch: Path) -> list[int]:
 
 
 def _end_rank(status: int) -> int:
-    """End one of several ranks at once, without destructors that wait for the others; return `status` if there is only
-    one."""
+    """End one of several ranks at once, without destructors that wait for the others. If there is only one rank, return
+    `status`."""
     if not joined():
         return status
     logging.shutdown()

@@ -1,4 +1,5 @@
-"""One message from reports, exit statuses and flight records: which rank failed first, where, why, and the remedy."""
+"""Makes one message from reports, exit statuses and flight records: the rank that failed first, where and why, and how
+to fix it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from weft.launch.watchdog import in_collective
 
 _SHOWN_CALLS = 6
 _SHOWN_RANKS = 8
-# (words of RankReport.activity, advice); the last is for everywhere else.
+# (words in RankReport.activity, advice). The last entry applies to all other activities.
 _MEMORY = (
     (
         "reading the data",
@@ -35,31 +36,29 @@ _MEMORY = (
         "(mesh.dp_shard=-1 and a larger --nproc), or set fsdp.cpu_offload. model.recompute=auto chooses what fits.",
     ),
 )
-_STORAGE = (
-    "The storage is full, read-only or gone: look at `df -h` and at the folder, then go on from the last checkpoint."
-)
+_STORAGE = "The storage is full, read-only or gone: check `df -h` and the folder, then resume from the last checkpoint."
 _SIGNALS = {
     "SIGSEGV": " (a crash in native code)",
     "SIGBUS": " (often a full /dev/shm)",
-    "SIGABRT": " (native code gave up; its message is above)",
+    "SIGABRT": " (native code aborted; its message is above)",
 }
 
 
-_BY_KERNEL = " (often the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)"
-_NOT_BY_KERNEL = " (not by the kernel because memory was short: its counter of such kills is unchanged)"
+_BY_KERNEL = " (probably by the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)"
+_NOT_BY_KERNEL = " (not by the kernel for lack of memory: its counter of such kills has not changed)"
 _NUMBER = re.compile(r"0x[0-9a-f]+|[\d.]+")
 _KINDS: dict[int, Kind] = {status: kind for kind, status in STATUS.items() if status > 2}
 
 
-# Signals that a program's error raises, which a restart would repeat.
+# Signals of errors in a program. A restart would repeat the error.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed run. message: the whole text for the user. step: 0 before the first. run: RUN, or empty. error: the
-    message of the exception, if there was one. external: another program or machine caused it, so the same step may
-    succeed: a process was killed or stopped by a signal, or a host was lost."""
+    """A failed run. message: the complete text for the user. step: 0 before the first. run: RUN, or empty. error: the
+    message of the exception, if there was one. external: whether another program or machine caused it (a signal killed
+    or stopped a process, or a host was lost), so that the same step may succeed."""
 
     kind: Kind
     message: str
@@ -75,14 +74,14 @@ class Failure:
         return STATUS[self.kind]
 
     def repeats(self, other: Failure) -> bool:
-        """Whether it is the same error at the same step as `other`; numbers in its message may differ."""
+        """Whether it is the same error at the same step as `other`. Numbers in the messages may differ."""
         same = (_NUMBER.sub("", error.partition("\n")[0]) for error in (self.error, other.error))
         return self.step == other.step and next(same) == next(same)
 
 
 def is_external(kind: Kind, message: str = "", exit_status: int | None = None) -> bool:
-    """Failure.external of a failure of this kind. message: of the process that failed. exit_status: of the process
-    that was killed (negative: the signal), if it is known."""
+    """Failure.external for a failure of this kind. message: of the failed process. exit_status: of the killed process
+    (negative: the signal), if it is known."""
     if kind == "killed":
         return exit_status is None or (exit_status < 0 and -exit_status not in _CRASHES)
     return kind == "peer" or (kind == "hang" and any(state in message for state in FROZEN.values()))
@@ -91,10 +90,10 @@ def is_external(kind: Kind, message: str = "", exit_status: int | None = None) -
 def diagnose(
     rank_reports: Sequence[RankReport], exits: Mapping[int, int], evidence: Evidence, nproc: int, debug: bool = False
 ) -> Failure:
-    """Find the rank that failed first, and how it failed.
+    """Find the rank that failed first, and the reason.
 
     rank_reports: the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that failed, in the
-    order in which the launcher noticed. evidence: what the launcher observed.
+    order in which the launcher detected the failures. evidence: the launcher's observations.
     """
     errors = sorted((report for report in rank_reports if not report.is_verdict), key=lambda report: report.order)
     unlike = _unlike_plans(evidence.records)
@@ -124,7 +123,7 @@ def diagnose(
 
 
 def explain(report: RankReport, title: str, debug: bool) -> str:
-    """A report as text: the failure, the place, the remedy; a traceback only if nothing else helps."""
+    """A report as text: the failure, its position, and the fix. A traceback is included only if there is no advice."""
     lines = [title + report.message, report.activity]
     if report.plain:
         pass
@@ -133,7 +132,9 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
     elif report.kind == "storage":
         lines.append(_STORAGE)
     elif report.waited:
-        lines.append(f"Another rank did not come within {report.within}: it is stopped, stuck or in other code.")
+        lines.append(
+            f"Another rank did not come within {report.within}: it has stopped, is stuck, or is in other code."
+        )
     if debug or (report.kind == "failed" and not report.plain):
         lines.append(report.traceback)
     elif report.kind == "hang" and not report.waited:
@@ -142,7 +143,7 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
 
 
 def rank_failure_text(report: RankReport, is_distributed: bool, debug: bool) -> str:
-    """The message of a rank that weft did not launch: its own failure, and the rank for which it waited."""
+    """The message for a rank that weft did not launch: its failure, and the rank for which it waited."""
     text = explain(report, f"rank {report.rank} failed: " if is_distributed else "error: ", debug)
     run = flight.recorder.record().run
     if report.waited and run:
@@ -154,27 +155,27 @@ def rank_failure_text(report: RankReport, is_distributed: bool, debug: bool) -> 
 
 
 def describe_remaining_files(run: str) -> str:
-    """Lines about what a failed run left behind: its last checkpoint, and the records of its ranks; empty without a run
-    folder."""
+    """Lines about the files that a failed run leaves: its last checkpoint, and the records of its ranks; empty without
+    a run folder."""
     if not run:
         return ""
-    lines = [last_whole_checkpoint(Path(run)), f"What each rank was doing is in {Path(run) / flight.FOLDER}."]
+    lines = [last_whole_checkpoint(Path(run)), f"The last activity of each rank is in {Path(run) / flight.FOLDER}."]
     return "".join(f"\n{line}" for line in lines if line)
 
 
 def last_whole_checkpoint(run: Path) -> str:
-    """A sentence about the last whole checkpoint of a run; empty without one."""
+    """A sentence about the last complete checkpoint of a run; empty without one."""
     latest = run / "checkpoints" / "latest"
-    return f"The last whole checkpoint is {latest.parent / os.readlink(latest)}." if latest.exists() else ""
+    return f"The last complete checkpoint is {latest.parent / os.readlink(latest)}." if latest.exists() else ""
 
 
 def save_current_record(report: RankReport) -> bool:
-    """Write this rank's record to RUN/flight, for ranks that weft did not launch. Returns whether that worked."""
+    """Write this rank's record to RUN/flight, for ranks that weft did not launch. Returns whether it succeeded."""
     return save_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.recorder.record()}))
 
 
 def save_evidence(rank_reports: Sequence[RankReport], exits: Mapping[int, int], evidence: Evidence) -> bool:
-    """Write each rank's record, and how the rank ended, to RUN/flight. Returns whether that worked for all."""
+    """Write each rank's record, and how the rank ended, to RUN/flight. Returns whether it succeeded for all."""
     by_rank, all_saved = {report.rank: report for report in rank_reports}, True
     for rank, record in evidence.records.items():
         details: dict[str, object] = {"where": record.activity(), "exit_status": exits.get(rank)}
@@ -191,10 +192,10 @@ def save_evidence(rank_reports: Sequence[RankReport], exits: Mapping[int, int], 
 
 
 def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int | None:
-    """The rank that ended without a report, killed or by os._exit; None if there is none.
+    """The rank that ended without a report, because it was killed or called os._exit; None if there is none.
 
-    A rank that others have reported gone comes first. Ranks that the agent ended do not count, unless nothing else is
-    known: the agent sends SIGTERM to all remaining ranks, and SIGKILL to those that outlive STOP_SECONDS.
+    A rank that other ranks reported as gone comes first. Ranks that the agent ended count only if nothing else is
+    known: the agent sends SIGTERM to all remaining ranks, and SIGKILL to ranks that still run after STOP_SECONDS.
     """
     reported = {report.rank for report in errors}
     reported_gone = {rank for report in errors for rank in report.ended_ranks}
@@ -224,13 +225,13 @@ def _explain_silent_rank(rank: int, status: int, evidence: Evidence) -> tuple[Ki
         return "killed", f"rank {rank} was killed by {name}{hint}{activity}"
     limit = record.limit if record is not None else None
     if status == -signal.SIGABRT and record is not None and limit and time.monotonic() - record.since > 0.9 * limit:
-        # NCCL's watchdog ends a process that way
+        # This is how NCCL's watchdog ends a process.
         return "hang", f"rank {rank} was ended by {name} after train.timeout without progress{activity}{calls}"
     return "killed", f"rank {rank} was killed by {name}{_SIGNALS.get(name, '')}{activity}{calls}"
 
 
 def oom_kill_text(process: str, activity: str) -> str:
-    """The message for a process that was killed because memory was short. activity: step and phase, or ""."""
+    """The message for a process that was killed for lack of memory. activity: step and phase, or ""."""
     return f"{process} was killed by the kernel, which is short of memory{activity}\n{_memory_advice(activity)}"
 
 
@@ -238,7 +239,7 @@ def oom_kill_text(process: str, activity: str) -> str:
 
 
 def explain_hang(errors: Sequence[RankReport], evidence: Evidence, debug: bool, name: str = "rank") -> tuple[int, str]:
-    """(The rank that is stuck, as opposed to those that waited for it; the message). name: the word for a rank."""
+    """(The rank that is stuck, not a rank that waited for it; the message). name: the word for a rank."""
     suspects = stuck_ranks(errors, evidence)
     first = errors[0]
     if not suspects or not any(report.is_consequence for report in errors):
@@ -257,8 +258,8 @@ def explain_hang(errors: Sequence[RankReport], evidence: Evidence, debug: bool, 
 
 
 def stuck_ranks(errors: Sequence[RankReport], evidence: Evidence) -> list[int]:
-    """The ranks that are stopped; else those outside of a collective while others are inside one; else those furthest
-    behind."""
+    """The ranks that are stopped; otherwise ranks outside of a collective that others are inside of; otherwise the
+    ranks that are furthest behind."""
     waiting = {report.rank for report in errors if report.waited}
     frozen = sorted(evidence.states.keys() & evidence.records.keys())
     if frozen:
@@ -273,7 +274,7 @@ def stuck_ranks(errors: Sequence[RankReport], evidence: Evidence) -> list[int]:
 
 
 def _unlike_plans(records: Mapping[int, FlightRecord]) -> str:
-    """A line if ranks made different plans of the same step; else empty."""
+    """A line if ranks made different plans of the same step; otherwise empty."""
     ranks: dict[tuple[int, str], list[int]] = {}
     for rank, record in records.items():
         if record.plan:

@@ -1,11 +1,11 @@
-"""The flight record: the present activity of this rank, in a small file that outlives the process.
+"""The flight record: the current activity of this rank, in a small file that remains after the process ends.
 
-Recipes and the engine call `flight.enter("forward", 2, documents)`, which costs some microseconds. The file has two
-lines of fixed width, each with a checksum, written in turns, so that one of them is whole even after a kill -9. The
-file is in the launcher's scratch folder or, without weft's launcher, at RUN/flight/rank-00000.live. After a failure the
-record is saved as RUN/flight/rank-00000.json.
+Recipes and the engine call `flight.enter("forward", 2, documents)`, which takes some microseconds. The file has two
+lines of fixed width, each with a checksum. They are written alternately, so one of them is complete even after a kill
+-9. The file is in the launcher's scratch folder or, without weft's launcher, at RUN/flight/rank-00000.live. After a
+failure the record is saved as RUN/flight/rank-00000.json.
 `listeners` are called when a phase begins; timing.py and profiling.py use them.
-Times are of the monotonic clock, which all processes of a machine share. Imports no torch.
+Times are from the monotonic clock, which all processes of a machine share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LINE = 4096
 _TRAIL = 32
 _MOST_DOCUMENTS = 8
 _LONGEST_SOURCE = 120
-# Fields of a collective in torch's flight recorder, and the functions that read it.
+# Fields of a collective in torch's flight recorder -> the functions that read them.
 _KEYS = ("collective_seq_id", "profiling_name", "state", "input_sizes", "input_dtypes", "timeout_ms")
 _GROUPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-# Slow phases, and the multiple of train.timeout after which one counts as hung.
+# Slow phases -> the multiple of train.timeout after which weft reports a hang.
 PATIENCE = {"load": 10.0, "save": 10.0, "sample": 10.0, "profile": 10.0}
-ENDLESS = "idle"  # has no limit: another process decides when it ends
+ENDLESS = "idle"  # has no limit, because another process ends it
 FIRST_STEP_PATIENCE = 10.0  # compilation
 
 _WORDS = {
@@ -59,7 +59,7 @@ _WORDS = {
     "score": "scoring conversations",
     "logprobs": "computing logprobs, forward of micro-batch {micro_batch}",
 }
-# Of a phase of a model other than the trained one.
+# Phases of models other than the trained one.
 _ROLE_WORDS = {
     "load": "loading {role}",
     **dict.fromkeys(("evaluate", "logprobs", "readout"), "reading {role}, forward of micro-batch {micro_batch}"),
@@ -69,11 +69,11 @@ _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
-    """One rank at one moment. since: when the phase began or last made progress. limit: seconds that the phase may take
-    without progress. timeout: those that a usual phase may take. step: 0 before the first. role: the model that is
-    computed, if it is not the trained one. documents: sources of the first few of the phase's `count` documents. plan:
-    digest of the step's plan. changes: number of phases so far, equal on ranks that are equally far. trail: the last
-    phases, oldest first: since, step, phase, micro_batch."""
+    """The state of one rank. since: when the phase began or last made progress. limit: seconds that the phase may take
+    without progress. timeout: the limit of a phase that is not slow. step: 0 before the first. role: the model that the
+    rank computes, if it is not the trained one. documents: sources of the first few of the phase's `count` documents.
+    plan: digest of the step's plan. changes: number of phases so far, equal on ranks with equal progress. trail: the
+    last phases, oldest first: since, step, phase, micro_batch."""
 
     rank: int = 0
     world: int = 1
@@ -94,7 +94,7 @@ class FlightRecord:
     trail: Sequence[Any] = ()
 
     def activity(self) -> str:
-        """`in step 3 of 6, forward of micro-batch 1, documents a.jsonl:3, a.jsonl:7`."""
+        """The activity in words: `in step 3 of 6, forward of micro-batch 1, documents a.jsonl:3, a.jsonl:7`."""
         words = _WORDS.get(self.phase, self.phase)
         if self.role:
             words = _ROLE_WORDS.get(self.phase, words + " ({role})")
@@ -109,7 +109,7 @@ class FlightRecord:
 
 
 class FlightRecorder:
-    """The record of this process. Without a file it is kept in memory only."""
+    """The record of this process. Without a file it is only in memory."""
 
     def __init__(self) -> None:
         self._reset()
@@ -117,11 +117,11 @@ class FlightRecorder:
     def _reset(self) -> None:
         self._file: int | None = None
         self._path: Path | None = None
-        self._is_in_run = False  # whether the file is in RUN, because no launcher reads it
+        self._is_in_run = False  # whether the file is in RUN, because there is no launcher to read it
         self._fixed: dict[str, Any] = {"rank": 0, "world": 1, "pid": os.getpid(), "run": ""}
         self._step: dict[str, Any] = {"step": 0, "steps": 0, "plan": "", "role": ""}
         self._about = '"documents":[],"count":0'
-        self._head = ""  # the part that changes with the step only, as JSON
+        self._head = ""  # the part that changes only with the step, as JSON
         self._trail: deque[str] = deque(maxlen=_TRAIL)
         self._timeout: float | None = None
         self.key = "train.timeout"  # the config key of the timeout
@@ -132,7 +132,7 @@ class FlightRecorder:
         self.limit: float | None = None
         self.listeners: list[Callable[[str, int], None]] = []
 
-    # ------------------------------------------------------------ what the rank reports
+    # ------------------------------------------------------------ reports of the rank
 
     def begin(self, rank: int, world: int) -> None:
         """Set this rank and the number of ranks."""
@@ -150,11 +150,11 @@ class FlightRecorder:
 
     @property
     def patience(self) -> str:
-        """How long this rank waits for others, in words."""
+        """The time that this rank waits for others, in words."""
         return self.key if self._timeout is None else f"{self._timeout:g} seconds ({self.key})"
 
     def in_run(self, run: Path) -> None:
-        """Set RUN, which exists from now on; without a launcher the record is kept there."""
+        """Set RUN, which now exists. Without a launcher the record is stored there."""
         self._fixed["run"] = str(run)
         if self._file is None:
             path = run / FOLDER / live_name(self._fixed["rank"])
@@ -167,8 +167,8 @@ class FlightRecorder:
         self._write()
 
     def step(self, number: int, steps: int, documents: Sequence[str] = (), count: int | None = None) -> None:
-        """Begin a step. documents: sources of its documents, at least the first few. count: number of all its
-        documents, if `documents` has only some."""
+        """Begin a step. documents: sources of its documents, at least the first few. count: number of documents in the
+        step, if `documents` has only some of them."""
         self._first_step = self._first_step or number
         self._step, self._head = {"step": number, "steps": steps, "plan": "", "role": ""}, ""
         self.enter("plan", documents=documents, count=count)
@@ -180,8 +180,8 @@ class FlightRecorder:
 
     @contextmanager
     def computing(self, role: str) -> Iterator[None]:
-        """Inside, phases are of another model than the trained one. role: its name, as in `the reference`. After an
-        error the record keeps it."""
+        """Inside, phases belong to a model other than the trained one. role: its name, as in `the reference`. After an
+        error the record keeps the role."""
         self._set_role(role)
         yield
         self._set_role("")
@@ -211,13 +211,13 @@ class FlightRecorder:
         self._write()
 
     def beat(self) -> None:
-        """Record progress of the present phase, which takes long but does not hang."""
+        """Record that the current phase, which takes long, has made progress."""
         self.since = time.monotonic()
         if self.since - self._written > 1.0:
             self._write()
 
     def record(self) -> FlightRecord:
-        """The present record."""
+        """The current record."""
         return FlightRecord(**json.loads(self._text()))
 
     def silence(self) -> float | None:
@@ -236,13 +236,13 @@ class FlightRecorder:
             self._write()
 
     def close(self, remove: bool = True) -> None:
-        """Close the file and forget everything. remove: delete the file, if it is in RUN."""
+        """Close the file and reset the record. remove: delete the file, if it is in RUN."""
         if self._file is not None:
             os.close(self._file)
         if remove and self._is_in_run and self._path is not None:
             with suppress(OSError):
                 self._path.unlink()
-                self._path.parent.rmdir()  # by the last rank to leave
+                self._path.parent.rmdir()  # succeeds for the last rank that leaves
         self._reset()
 
     def _text(self) -> str:
@@ -262,7 +262,7 @@ class FlightRecorder:
         line = b"%08x %s" % (zlib.crc32(text), text)
         if len(line) < _LINE:
             self._turn = not self._turn
-            with suppress(OSError):  # a full disk ends the run where data would be lost, not here
+            with suppress(OSError):  # a full disk must end the run only if data would be lost
                 os.pwrite(self._file, line.ljust(_LINE - 1) + b"\n", _LINE * self._turn)
 
 
@@ -277,7 +277,7 @@ def kept_name(rank: int) -> str:
 
 
 def read(path: Path) -> FlightRecord | None:
-    """The newest whole record in a file of a rank or of `save`; None if there is none."""
+    """The newest complete record in a file of a rank or of `save`; None if there is none."""
     records = []
     with suppress(OSError, ValueError):
         content = path.read_bytes()
@@ -291,21 +291,21 @@ def read(path: Path) -> FlightRecord | None:
 
 
 def read_all(folder: Path) -> dict[int, FlightRecord]:
-    """rank -> record for every file in a folder; of a rank with both kinds of file, the live one."""
+    """rank -> record for every file in a folder. If a rank has both kinds of file, the live file counts."""
     records = (read(path) for path in sorted(folder.glob("rank-*[.]*")) if path.suffix in (".json", ".live"))
     return {record.rank: record for record in records if record is not None}
 
 
 def save(record: FlightRecord, details: Mapping[str, Any]) -> bool:
-    """Write a rank's record, and `details` about its end, into RUN/flight, for people to read. Returns False if that
-    fails."""
+    """Write a rank's record, and `details` about its end, into RUN/flight, in a form that people can read. Returns
+    False if that fails."""
     if not record.run:
         return False
     path = Path(record.run) / FOLDER / kept_name(record.rank)
     draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        noted = {**asdict(record), "trail": [" ".join(map(str, entry)) for entry in record.trail]}  # a line for each
+        noted = {**asdict(record), "trail": [" ".join(map(str, entry)) for entry in record.trail]}  # one line per entry
         draft.write_text(json.dumps({"record": noted, **details}, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError:
@@ -316,15 +316,15 @@ def save(record: FlightRecord, details: Mapping[str, Any]) -> bool:
 
 
 def furthest_behind(records: Mapping[int, FlightRecord]) -> list[int]:
-    """The ranks that have made the least progress; empty where all are equal."""
+    """The ranks that have made the least progress; empty if all are equal."""
     progress = {rank: (record.step, record.changes) for rank, record in records.items()}
     slowest = [rank for rank, position in progress.items() if position == min(progress.values())]
     return slowest if len(slowest) < len(records) else []
 
 
 def last_collectives(count: int = 16) -> list[dict[str, Any]]:
-    """The last collectives of gloo and NCCL, oldest first, from torch's own flight recorder; empty without a process
-    group or a recorder."""
+    """The last collectives of gloo and NCCL, oldest first, from torch's flight recorder; empty without a process group
+    or a recorder."""
     c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
     collectives: list[dict[str, Any]] = []
     for name in _GROUPS:
@@ -333,7 +333,7 @@ def last_collectives(count: int = 16) -> list[dict[str, Any]]:
             continue
         try:
             entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-        except Exception:  # the failure that is being reported matters more
+        except Exception:  # the failure that is reported matters more
             continue
         for entry in entries[-count:]:
             group = entry.get("process_group") or [""]
@@ -341,7 +341,7 @@ def last_collectives(count: int = 16) -> list[dict[str, Any]]:
     return collectives
 
 
-# The record of this process: global, because it belongs to the process, as its pid does.
+# The record of this process. It is global, because there is one per process.
 recorder = FlightRecorder()
 enter, beat, step, planned = recorder.enter, recorder.beat, recorder.step, recorder.planned
 computing = recorder.computing
@@ -349,5 +349,5 @@ begin, watch, in_run = recorder.begin, recorder.watch, recorder.in_run
 
 
 def activity() -> str:
-    """The present activity of this rank, in words."""
+    """The current activity of this rank, in words."""
     return recorder.record().activity()

@@ -1,8 +1,8 @@
-"""Starting ranks on this machine, and ending all of them as soon as one fails.
+"""Starts ranks on this machine, and ends all of them as soon as one fails.
 
-The ranks run under torch's elastic agent. A rank that raises writes a report (entrypoint.py, reports.py) at once. The
-agent sees it die and stops the others, and the rank that failed first is shown (failures.py). Meanwhile monitor.py
-observes the ranks that still run.
+The ranks run under torch's elastic agent. A rank that raises writes a report at once (entrypoint.py, reports.py). The
+agent detects its end and stops the others, and weft prints the failure of the rank that failed first (failures.py). The
+launcher observes the running ranks (monitor.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.launch.stopping import SignalForwarder
 from weft.terminal import say
 from weft.versions import launch_config
 
-# Kinds of failure that a restart would repeat, and why.
+# Kinds of failure that a restart would repeat -> the reason.
 _FINAL = {
     "user": "the error has to be fixed first",
     "disagree": "the ranks would disagree again",
@@ -43,22 +43,22 @@ _FINAL = {
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """How the ranks ended. failure: None if they ended well, or if the launcher itself was told to stop."""
+    """How the ranks ended. failure: None if they ended well, or if a signal stopped the launcher."""
 
     status: int
     failure: Failure | None = None
 
 
 def run(body: Body, command: Sequence[str], nproc: int, debug: bool = False) -> int:
-    """Run `body` here if this is a rank or the only process, else `command` in `nproc` ranks. Returns the exit
-    status."""
+    """Run `body` here if this process is a rank or the only process; otherwise run `command` in `nproc` ranks. Returns
+    the exit status."""
     if joined() or nproc == 1:
         return guarded(body, debug)
     return launch(command, nproc, debug)
 
 
 def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
-    """Run `command` in `nproc` ranks of this machine and wait. Returns the exit status; failures are shown here."""
+    """Run `command` in `nproc` ranks of this machine and wait. Prints failures. Returns the exit status."""
     return attempt(command, nproc, debug).status
 
 
@@ -70,14 +70,14 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
 
     from weft.launch import rendezvous
 
-    if not debug:  # the agent's log repeats what is shown here
+    if not debug:  # the agent's log repeats the output of this function
         for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
             logger = logging.getLogger(name)
             logger.addHandler(logging.NullHandler())
             logger.propagate = False
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // nproc)))}
     if sys.platform == "linux":
-        # The ranks need no other machine. Without this, gloo resolves its address by the name service, which may hang.
+        # The ranks need no other machine. Without this, gloo resolves its address by a name server, which may hang.
         variables |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     with (
         scratch_folder() as scratch,
@@ -93,7 +93,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
             run_id=uuid.uuid4().hex,
             rdzv_backend=rendezvous.register(),
             local_addr=rendezvous.LOOPBACK,
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are the forwarder's
+            signals_to_handle="SIGHUP,SIGQUIT",  # SignalForwarder handles the others
             max_restarts=0,
             monitor_interval=0.1,
             shutdown_timeout=STOP_SECONDS,
@@ -115,13 +115,13 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
         except SignalException as error:
             say(f"stopped by {signal.Signals(error.sigval).name}", error=True)
             return LaunchOutcome(128 + int(error.sigval))
-        verdicts = reports.read_all(scratch)  # ranks that ended well leave nothing else
+        verdicts = reports.read_all(scratch)  # ranks that ended well write no other report
         return LaunchOutcome(max((report.status for report in verdicts), default=SUCCESS))
 
 
 @contextmanager
 def _signal_handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers at the end: the agent installs its own and leaves them behind."""
+    """Restore the signal handlers at the end, because the agent installs its handlers and does not remove them."""
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in handled}
     try:
@@ -134,13 +134,13 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 # ---------------------------------------------------------------- restarts
 
-ResumeCommand = Callable[[Path], Sequence[str]]  # RUN -> the command line that goes on from its newest checkpoint
+ResumeCommand = Callable[[Path], Sequence[str]]  # RUN -> the command line that resumes its newest checkpoint
 Attempt = Callable[[Sequence[str], int, bool], LaunchOutcome]
 
 
 def attempt_alone(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOutcome:
-    """Like `attempt`, for a command that is one process, such as the controller of `weft rl`, and prints its failures
-    itself. How far it came is read from RUN/metrics.jsonl."""
+    """Like `attempt`, for a command that is one process and prints its failures itself, such as the controller of
+    `weft rl`. RUN/metrics.jsonl gives its last step."""
     with scratch_folder() as scratch:
         note, processes = scratch / "run", list[psutil.Process]()
         with SignalForwarder(lambda: processes) as forwarder:
@@ -161,7 +161,7 @@ def attempt_alone(command: Sequence[str], nproc: int, debug: bool = False) -> La
 
 
 def note_run(folder: Path) -> None:
-    """Tell the process that restarts this one, if there is one, the path of RUN. This process ends with that one."""
+    """Send the path of RUN to the process that restarts this one, if there is one, and end together with it."""
     if reports.RUN_NOTE in os.environ:
         Path(os.environ[reports.RUN_NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
         end_with_parent()
@@ -186,9 +186,9 @@ def run_with_restarts(
 ) -> int:
     """Run `command` in `nproc` ranks, and again after failures, up to `restarts` times. Returns the exit status.
 
-    Later attempts run `resume_command`: they resume from the newest complete checkpoint of the run's folder, or start
-    at step 1. The same error twice at the same step ends the run, because the third attempt would have it, too.
-    Failures from outside (Failure.external) may repeat.
+    Later attempts run `resume_command`: they resume from the newest complete checkpoint in the run's folder, or start
+    at step 1. If the same error occurs twice at the same step, the run ends, because a third attempt would also fail.
+    Failures with an external cause (Failure.external) may repeat.
     """
     before: Failure | None = None
     for number in range(restarts + 1):
@@ -201,18 +201,18 @@ def run_with_restarts(
         if before is not None and failure.repeats(before) and not failure.external and not reason:
             reason = f"it has failed twice {step} with the same error"
         if number == restarts and not reason:
-            reason = f"{restarts} restarts are used up"
+            reason = f"all {restarts} restarts are used"
         if reason:
             say(f"not restarted: {reason}", error=True)
             return outcome.status
         if failure.run:
             records = Path(failure.run) / flight.FOLDER
             archive = records / f"attempt-{number + 1}"
-            with suppress(OSError):  # the next attempt would overwrite the records of this one
+            with suppress(OSError):  # the next attempt would overwrite the records of this attempt
                 archive.mkdir(parents=True, exist_ok=True)
                 for path in records.glob("rank-*.json"):
                     path.rename(archive / path.name)
             command = resume_command(Path(failure.run))
         say(f"restart {number + 1} of {restarts}: the attempt failed {step} ({failure.kind})", error=True)
         before = before if failure.external else failure
-    raise AssertionError("an attempt is always the last")
+    raise AssertionError("the loop ends in the last attempt")

@@ -1,4 +1,4 @@
-"""The resources of this machine: cores and accelerators, and the accelerators that a dry run can assume. Imports torch
+"""The resources of this machine (cores and accelerators), and the accelerators that a dry run can assume. Imports torch
 only to count accelerators."""
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from weft.launch.options import Device
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
 
-# Below the ports that Linux hands out by itself (ip_local_port_range), so that a free port stays free; above those of
-# Ray's workers.
+# Below the ports that Linux assigns (ip_local_port_range), so that a free port stays free; above the ports of Ray's
+# workers.
 PORTS = range(20_000, 32_000)
 
 ADDRESS = "WEFT_ADDRESS"  # environment variable with the address of an actor's host
 
 
 def host_address() -> str:
-    """The address under which other hosts reach this machine; the same in all processes of a machine."""
+    """The address at which other hosts reach this machine. It is the same in all processes of a machine."""
     return os.environ.get(ADDRESS, "127.0.0.1")
 
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside, the environment has these variables, for this process and those that it starts."""
+    """Inside, the environment of this process and of the processes that it starts has these variables."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -52,7 +52,7 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 def free_port() -> int:
     """A free port, for a server that needs its port before it starts."""
-    source = random.SystemRandom()  # a seeded generator would give all processes the same port
+    source = random.SystemRandom()  # a seeded generator would return the same port in all processes
     for port in source.sample(PORTS, len(PORTS)):
         with socket.socket() as server, suppress(OSError):
             server.bind(("", port))
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def cpu_cores() -> int:
-    """Cores that this process may use, by its affinity and the container's quota, if there is one."""
+    """The number of cores that this process may use, by its affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # no container (cgroup v2), or one without a quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
@@ -70,7 +70,7 @@ def cpu_cores() -> int:
 
 
 def accelerator_count(device: Device) -> int:
-    """The number of accelerators for ranks of this machine; 0 means CPU ranks. Imports torch."""
+    """The number of accelerators for ranks of this machine; 0 for CPU ranks. Imports torch."""
     if device == "cpu":
         return 0
     import torch
@@ -78,14 +78,14 @@ def accelerator_count(device: Device) -> int:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and count == 0:
         raise UserError(
-            "--device cuda, but torch sees no CUDA device here: use --device cpu, or install a CUDA torch; a dry run "
-            "takes --assume h100-80gb."
+            "--device cuda, but torch sees no CUDA device here: use --device cpu, or install torch with CUDA. For a "
+            "dry run use --assume h100-80gb."
         )
     return count
 
 
 def device_name(kind: str) -> str:
-    """The name of this process's accelerator, or of the processor. kind: of a torch.device."""
+    """The name of this process's accelerator, or of the processor. kind: type of a torch.device."""
     if kind == "cuda":
         import torch
 
@@ -94,7 +94,7 @@ def device_name(kind: str) -> str:
 
 
 def processor_name() -> str:
-    """The name of the processor, as its maker gives it where Linux knows it."""
+    """The vendor's name of the processor, if Linux reports it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -103,7 +103,7 @@ def processor_name() -> str:
 
 
 def check_ranks_fit(ranks: int, device: Device) -> None:
-    """Raise UserError if `ranks` would have to share accelerators."""
+    """Raise UserError if `ranks` exceed the accelerators, so that some ranks would share one."""
     count = accelerator_count(device)
     if count and ranks > count:
         raise UserError(
@@ -115,7 +115,7 @@ def check_ranks_fit(ranks: int, device: Device) -> None:
 def keep_freed_memory() -> None:
     """Let this process keep up to 1 GiB of freed memory for later allocations (glibc only).
 
-    Otherwise a step on a CPU maps its tensors anew, page by page, and unmaps them again: 5 to 13% of its time.
+    Otherwise a step on a CPU maps and unmaps the memory of its tensors page by page, which takes 5 to 13% of its time.
     """
     if sys.platform != "linux":
         return
@@ -128,13 +128,13 @@ def keep_freed_memory() -> None:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Let Linux end this process when its parent dies, even by SIGKILL, so that no orphan holds accelerators."""
+    """Let Linux end this process when its parent ends, even by SIGKILL, so that no orphan uses accelerators."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG
     _control_process(set_parent_death_signal, number)
 
 
 def adopt_orphans() -> None:
-    """Let Linux make this process the parent of its descendants whose own parent ends, so that none is lost."""
+    """Let Linux make this process the parent of its descendants whose parent ends, so that it can find them all."""
     set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER
     _control_process(set_child_subreaper, 1)
 
@@ -149,7 +149,7 @@ def _control_process(option: int, value: int) -> None:
 
 
 def oom_kills() -> int | None:
-    """The number of processes of this container that the kernel killed because memory was short; None if unknown."""
+    """The number of processes of this container that the kernel killed for lack of memory; None if unknown."""
     for path in _memory_event_files():
         try:
             counts = dict(line.split() for line in path.read_text().splitlines())
@@ -161,7 +161,7 @@ def oom_kills() -> int | None:
 
 def _memory_event_files() -> Iterator[Path]:
     """Possible memory event files of this process's control groups (v1 and v2): at the group's path, and at the root,
-    where containers see it."""
+    where they are in a container."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -180,7 +180,7 @@ def _memory_event_files() -> Iterator[Path]:
 @dataclass(frozen=True)
 class Accelerator:
     """An accelerator that a dry run can assume. memory: bytes that torch reports, within a few percent; vendors state
-    more than a process can use. capability: CUDA's; None of AMD."""
+    more than a process can use. capability: CUDA's; None for AMD."""
 
     name: str
     memory: int
@@ -193,15 +193,15 @@ ACCELERATORS = {
 
 
 def accelerator(name: str | None) -> Accelerator | None:
-    """The accelerator of this name; None for None. Raises UserError, which lists all names, for an unknown one."""
+    """The accelerator with this name; None for None. Raises UserError with all names for an unknown name."""
     if name is None:
         return None
     if name not in ACCELERATORS:
-        raise UserError(f"--assume {name}: weft knows {', '.join(ACCELERATORS)}.")
+        raise UserError(f"--assume {name}: unknown accelerator; use one of {', '.join(ACCELERATORS)}.")
     return ACCELERATORS[name]
 
 
 def known_accelerator(device: str, memory: int) -> Accelerator | None:
-    """The accelerator of this name and memory in bytes, as torch reports them; None if there is none of both."""
+    """The accelerator with this name and memory in bytes, as torch reports them; None if no entry matches."""
     fits = (candidate for candidate in ACCELERATORS.values() if abs(candidate.memory - memory) < 0.1 * memory)
     return next((candidate for candidate in fits if re.search(ASSUMABLE[candidate.name][0].pattern, device)), None)

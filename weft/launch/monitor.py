@@ -1,8 +1,8 @@
-"""What a launcher observes of its ranks, and a controller of its actors: flight records, stacks, process states.
+"""Observations of a launcher about its ranks, and of a controller about its actors: flight records, stacks, states.
 
-The processes have watchdogs of their own (watchdog.py), whose threads do not run in a process that is stopped or that
-holds Python's lock. The launcher reports such a rank, and kills ranks that outlive a failure; the controller kills such
-an actor.
+The processes have watchdogs (watchdog.py), but the watchdog's thread does not run in a process that is stopped or that
+keeps Python's lock. The launcher reports such a rank, and kills ranks that still run after a failure; the controller
+kills such an actor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.launch.reports import RankReport
 from weft.launch.watchdog import BEHIND_SECONDS, BEHIND_SHARE, STACKS, main_stack, periodically
 
 STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
-# Seconds, and share of the limit, by which the launcher stays behind the ranks' own watchdogs.
+# Seconds, and share of the limit, that the launcher waits longer than the ranks' watchdogs.
 _BEHIND_SECONDS, _BEHIND_SHARE = 10.0, 0.2
 _TICK, _ACTOR_TICK = 0.2, 0.5
 FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "stopped by a debugger",
@@ -34,9 +34,9 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of each rank. records: flight records. stacks: of the main thread in a hang or crash, innermost
-    call first. states: of processes, if that explains a hang. oom_kills: number of processes that the kernel killed
-    meanwhile because memory was short; None if unknown."""
+    """The observations of each rank. records: flight records. stacks: of the main thread in a hang or crash, innermost
+    call first. states: of processes, if a state explains a hang. oom_kills: number of processes that the kernel killed
+    for lack of memory since the start; None if unknown."""
 
     records: Mapping[int, FlightRecord] = field(default_factory=dict)
     stacks: Mapping[int, list[str]] = field(default_factory=dict)
@@ -45,10 +45,11 @@ class Evidence:
 
 
 class SilenceClock:
-    """How long each rank's record has shown no progress, without the time in which this process did not run."""
+    """Measures how long each rank's record has shown no progress, without the time in which this process did not
+    run."""
 
     def __init__(self) -> None:
-        self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
+        self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, and frozen seconds when they were read
 
     def seconds(self, rank: int, record: FlightRecord, frozen_seconds: float) -> float:
         """Seconds since the rank's record last changed."""
@@ -60,19 +61,19 @@ class SilenceClock:
 
     @staticmethod
     def patience(limit: float) -> float:
-        """The seconds of silence after which another process reports a rank whose own limit is `limit` seconds."""
+        """The seconds of silence after which another process reports a rank with a limit of `limit` seconds."""
         return limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS
 
 
 class StoppedClock:
-    """How long each process has been stopped, without the time in which this process did not run. A stopped process
-    makes no progress in any phase, so the longer limits of slow phases do not apply."""
+    """Measures how long each process has been stopped, without the time in which this process did not run. A stopped
+    process makes no progress in any phase, so the longer limits of slow phases do not apply."""
 
     def __init__(self) -> None:
         self._since: dict[psutil.Process, tuple[float, float]] = {}  # monotonic seconds, frozen seconds
 
     def seconds(self, process: psutil.Process, frozen_seconds: float) -> float:
-        """Seconds since it was first seen to be stopped; 0 if it is not."""
+        """Seconds since the process was first observed as stopped; 0 if it runs."""
         with suppress(psutil.Error):
             if process.status() in _STOPPED:
                 since, frozen = self._since.setdefault(process, (time.monotonic(), frozen_seconds))
@@ -82,7 +83,7 @@ class StoppedClock:
 
     @staticmethod
     def patience(timeout: float) -> float:
-        """The seconds after which a stopped rank is reported; ranks that wait for it in a collective report first."""
+        """The seconds after which a stopped rank is reported. Ranks that wait for it in a collective report first."""
         return timeout * (1 + BEHIND_SHARE) + BEHIND_SECONDS
 
 
@@ -117,8 +118,8 @@ class RankMonitor:
         return Evidence(records, {rank: stack for rank, stack in stacks.items() if stack}, self._states, kills)
 
     def look(self, frozen_seconds: float) -> None:
-        """Note which ranks are stopped when one has failed, and request stacks where it has reported a hang; kill ranks
-        that outlive a failed one by STOP_SECONDS."""
+        """Note which ranks are stopped when one has failed, request stacks if a rank has reported a hang, and kill
+        ranks that still run STOP_SECONDS after a failure."""
         errors = [report for report in reports.read_all(self._scratch) if not report.is_verdict]
         if not errors:
             self._report_silent(frozen_seconds)
@@ -133,9 +134,9 @@ class RankMonitor:
             self._has_requested_stacks = True
             for rank, child in self._ranks():
                 with suppress(psutil.Error):
-                    if (self._scratch / STACKS / str(rank)).exists():  # it has a handler for the signal
+                    if (self._scratch / STACKS / str(rank)).exists():  # the rank has a handler for the signal
                         child.send_signal(signal.SIGUSR2)
-        # The agent would wait half a minute for a rank that is stopped.
+        # The agent would wait half a minute for a stopped rank.
         if not self._has_killed and time.monotonic() - errors[0].time > STOP_SECONDS:
             self._has_killed = True
             for _, child in self._ranks():
@@ -147,7 +148,7 @@ class RankMonitor:
         return [child for _, child in self._ranks()]
 
     def _ranks(self) -> Iterator[tuple[int, psutil.Process]]:
-        """The ranks that have a record, and children of this process that have none yet, by their environment."""
+        """The ranks that have a record, and children of this process without a record yet, by their environment."""
         records = flight.read_all(self._scratch / flight.FOLDER)
         children = {child.pid: child for child in psutil.Process().children()}
         for rank, record in records.items():
@@ -192,10 +193,10 @@ def watching(scratch: Path) -> Iterator[RankMonitor]:
 
 
 class ActorWatchdog:
-    """Watches the actors of a group that run on this machine, while the controller waits for them.
+    """Watches the actors of a group on this machine while the controller waits for them.
 
-    timeout: seconds that a phase may take without progress, unless the actor's own record has a limit; key: the config
-    key of that timeout. scratch: the folder with the actors' records, where reports are written.
+    timeout: seconds that a phase may take without progress, unless the actor's record has another limit; key: the
+    config key of this timeout. scratch: the folder with the actors' records, in which reports are written.
     """
 
     def __init__(self, scratch: Path, timeout: float, key: str) -> None:
@@ -206,7 +207,7 @@ class ActorWatchdog:
 
     @contextmanager
     def waiting_for(self, number: int) -> Iterator[None]:
-        """Inside, this actor has a call to answer."""
+        """Inside, the controller waits for a call to this actor."""
         if not self._calls[number]:
             self._called_at[number] = time.monotonic()
         self._calls[number] += 1
@@ -217,7 +218,7 @@ class ActorWatchdog:
 
     def look(self, frozen_seconds: float) -> None:
         """Kill the actors that make no progress, and write a report for each. frozen_seconds: time in which this
-        process itself did not run, which does not count."""
+        process did not run, which does not count."""
         for number, record in flight.read_all(self.scratch / flight.FOLDER).items():
             silence = self._silence.seconds(number, record, frozen_seconds)
             process = process_of(record, self.scratch)
@@ -230,7 +231,7 @@ class ActorWatchdog:
                 self._kill(number, record, process, silence)
 
     def _is_too_long(self, number: int, record: FlightRecord, silence: float) -> bool:
-        if record.phase == flight.ENDLESS:  # a call has been sent, and has not begun
+        if record.phase == flight.ENDLESS:  # a call was sent but has not begun
             return min(silence, time.monotonic() - self._called_at[number]) > SilenceClock.patience(self.timeout)
         limit = record.limit if record.limit is not None else self.timeout * flight.PATIENCE["load"]
         return silence > SilenceClock.patience(limit)
@@ -248,7 +249,7 @@ def watching_actors(watchdog: ActorWatchdog) -> Iterator[None]:
     """Run the watchdog in a thread until the context ends."""
 
     def look(frozen_seconds: float) -> None:
-        with suppress(psutil.Error, OSError):  # the actor has ended meanwhile
+        with suppress(psutil.Error, OSError):  # the actor may have ended
             watchdog.look(frozen_seconds)
 
     with periodically(look, _ACTOR_TICK, "weft actor watchdog"):

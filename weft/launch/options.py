@@ -1,8 +1,8 @@
-"""The options of each command, apart from the config. Parsers and --help are made from these classes (weft/parsers.py).
+"""The options of each command that are not config keys. weft/parsers.py makes parsers and --help from these classes.
 Imports no torch.
 
-An option is one field: its name (`--max-new-tokens` for max_new_tokens), its type (bool: a switch; Literal: choices),
-its default, and its line of help. A field without help, such as `world`, is computed from others and cannot be typed.
+An option is a field: its name (`--max-new-tokens` for max_new_tokens), its type (bool: a switch; Literal: choices),
+its default, and its line of help. A field without help, such as `world`, is computed and is not an option.
 """
 # ruff: noqa: RUF009 - option() and argument() are dataclasses.field()
 
@@ -31,9 +31,9 @@ def option(
     exclusive: str | None = None,
     needs: str | None = None,
 ) -> Any:
-    """A field that is an option. type: makes the value of the text; None for text as it is. name: without dashes, if it
-    is not that of the field. group: the heading under which --help lists it. exclusive: options with the same word
-    exclude one another. needs: the option without which this one has no effect and is refused."""
+    """A field that is an option. type: converts the text; None: the text is the value. name: without dashes, if it
+    differs from the field's. group: the heading in --help. exclusive: options with the same word exclude each other.
+    needs: the option without which this one has no effect, so that weft refuses it."""
     about: dict[str, Any] = {"metavar": metavar, "type": type}
     about = {"help": help} | {key: value for key, value in about.items() if value is not None}
     spec = {"option": about, "name": name, "group": group, "exclusive": exclusive, "needs": needs}
@@ -73,17 +73,17 @@ def _temperature(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a temperature: 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a temperature: write a number, 0 or more")
     return value
 
 
 def _number(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number, 0 or more")
     return int(text)
 
 
-# Options of several commands, in the same words.
+# Help texts that several commands share.
 _CONFIG = "CONFIG | section.key=value"
 _NEWEST = "a run folder means its newest checkpoint"
 _STEP = "with a run folder: use the checkpoint of this step"
@@ -94,25 +94,27 @@ def _device() -> Any:
 
 
 def _imports() -> Any:
-    text = "a module that registers your own architecture (weft knows model.imports of a run)"
+    text = "a module that registers your architecture (for a run, weft uses its model.imports)"
     return option(text, "MODULE", default=(), name="import")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Options of every command."""
+    """Options of all commands."""
 
     debug: bool = option("also show tracebacks for configuration and data mistakes", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions(CommandOptions):
-    """Options of every command that reads a config and starts ranks. world: ranks of the whole run, in `weft rl`
-    trainer ranks; a dry run describes that many from one process."""
+    """Options of commands that read a config and start ranks. world: number of ranks of the complete run, or in `weft
+    rl` of trainer ranks; a dry run describes all of them from one process."""
 
     config: Sequence[str] = argument("YAML files, merged left to right, and overrides", _CONFIG, nargs="*")
     nproc: int | None = option(
-        "ranks to start on this machine (default: as in --resume RUN, else one per accelerator, or 1)", "N", type=_count
+        "ranks to start on this machine (default: as in --resume RUN, otherwise one per accelerator, or 1)",
+        "N",
+        type=_count,
     )
     device: Device = _device()
     world: int = 1
@@ -120,7 +122,7 @@ class RankOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RankOptions):
-    """Options of every command that trains."""
+    """Options of commands that train."""
 
     resume: str | None = option("continue this run from its newest checkpoint, with its config", "RUN")
     dry_run: bool = option(
@@ -141,14 +143,14 @@ class RunOptions(RankOptions):
     )
 
     restarts: int = option(
-        "after a crash, restart from the last checkpoint, up to N times; not after a configuration mistake, nor if the "
-        "same error repeats at one step",
+        "after a crash, restart from the last checkpoint, up to N times. weft does not restart after a configuration "
+        "mistake, or if the same error repeats at one step",
         "N", default=0, type=_number,
     )  # fmt: skip
 
     @property
     def detail(self) -> Detail:
-        """How much of the opening is printed."""
+        """How many of the first lines are printed."""
         return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
 
 
@@ -170,7 +172,7 @@ class VerifyOptions(RankOptions):
     """`weft verify`."""
 
     layers: int | None = option("verify a copy of the model with only N layers", "N", type=_count)
-    plant: str | None = option("plant a known bug, to see that it is found", "NAME")
+    plant: str | None = option("plant a known bug, to show that weft verify detects it", "NAME")
     rollouts: str | None = option(
         "for a weft rl config: train on these rollouts (default: artificial edge cases)", "RUN/rollouts"
     )
@@ -182,7 +184,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a relative tolerance: a number above 0 and below 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a relative tolerance: write a number above 0 and below 1")
     return value
 
 
@@ -193,7 +195,7 @@ class CompareStepOptions(CommandOptions):
     dump: str = argument("the other trainer's batch: .npz, .safetensors or .jsonl", "DUMP")
     config: Sequence[str] = argument("as for weft rl", _CONFIG, nargs="*")
     tolerance: float = option(
-        "relative difference of numbers that agree (default: %(default)s)", "X", default=1e-4, type=_tolerance
+        "maximum relative difference of numbers that agree (default: %(default)s)", "X", default=1e-4, type=_tolerance
     )
     device: Device = _device()
 
@@ -204,7 +206,7 @@ class ExportOptions(CommandOptions):
 
     path: str = argument(_NEWEST, "RUN | CHECKPOINT | DCP")
     dtype: Dtype | None = option("default: bf16")
-    output: str | None = option("where to write (default: beside the checkpoint)", "DIR")
+    output: str | None = option("where to write (default: next to the checkpoint)", "DIR")
     check: bool = option("write nothing: compare existing files with their recorded digests", default=False)
     ema: bool = option("write the average of the weights (optimizer.ema_decay) instead of the weights", default=False)
     format: Literal["hf", "dcp"] = option(
@@ -243,12 +245,13 @@ class MergeOptions(CommandOptions):
     """`weft merge`."""
 
     path: str = argument(_NEWEST, "RUN | ADAPTER")
-    base: str | None = option("use this base model instead of the adapter's own", "MODEL")
+    base: str | None = option("use this base model instead of the adapter's", "MODEL")
     dtype: Dtype = option("default: each tensor as in the base", default="auto")
     base_format: Literal["compute", "nf4", "int8", "fp8"] | None = option(
-        "merge into the base as this lora.base stores it (default: as in the files; with lora.init=loftq, the run's)"
+        "merge into the base in the format of this lora.base (default: as in the files; with lora.init=loftq, the "
+        "run's)"
     )
-    output: str | None = option("where to write (default: beside the adapter)", "DIR")
+    output: str | None = option("where to write (default: next to the adapter)", "DIR")
     imports: Sequence[str] = _imports()
 
 
@@ -264,7 +267,7 @@ class ChatOptions(CommandOptions):
     )
     max_new_tokens: int = option("maximum length of an answer (default: %(default)s)", "N", default=512, type=_count)
     temperature: float | None = option(
-        "0: always the likeliest token (default: from generation_config.json)", "T", type=_temperature
+        "0: always the most likely token (default: from generation_config.json)", "T", type=_temperature
     )
     device: Device = _device()
     imports: Sequence[str] = _imports()
@@ -276,8 +279,10 @@ class ReportOptions(CommandOptions):
 
     runs: Sequence[str] = argument("run folders; with several, the page compares them", "RUN", nargs="+")
     output: str | None = option("where to write (default: RUN/report.html)", "FILE")
-    follow: bool = option("write the page again until the runs end; it reloads itself in the browser", default=False)
-    every: int = option("seconds between two pages (default: %(default)s)", "SECONDS", default=15, type=_count)
+    follow: bool = option("rewrite the page until the runs end; it reloads itself in the browser", default=False)
+    every: int = option(
+        "seconds between two versions of the page (default: %(default)s)", "SECONDS", default=15, type=_count
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,11 +307,11 @@ class RolloutsOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewOptions(CommandOptions):
-    """`weft data preview`. world: ranks of the steps that are planned."""
+    """`weft data preview`. world: number of ranks for which steps are planned."""
 
     config: Sequence[str] = argument("as for weft sft", _CONFIG, nargs="*")
     nproc: int | None = option(
-        "number of ranks for planning rows (default: the product of mesh, else 1)", "N", type=_count
+        "number of ranks for planning rows (default: the product of mesh, otherwise 1)", "N", type=_count
     )
     samples: int = option("documents to show (default: %(default)s)", "N", default=3, type=_number)
     full: bool = option("show all tokens of these documents", default=False)
@@ -319,8 +324,8 @@ _MACHINES = "assumptions about machines (default: the vendor's data sheet)"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(CommandOptions):
-    """`weft plan`. Accelerators have names in launch/machine.py; the
-    assumptions' defaults are in recipes/plan/machines.py."""
+    """`weft plan`. launch/machine.py has the names of accelerators; recipes/plan/machines.py has the defaults of the
+    assumptions."""
 
     config: Sequence[str] = argument("as for weft sft or weft rl", _CONFIG, nargs="*")
     ranks: int = option(
@@ -342,7 +347,7 @@ class PlanOptions(CommandOptions):
         "fraction of peak FLOP/s that attention reaches", "SHARE", type=float, group=_MACHINES
     )
     search: bool = option("find the five best meshes for these ranks", default=False)
-    simulate: bool = option("also simulate a step of this mesh, with tensors that have no values", default=False)
+    simulate: bool = option("also simulate a step on this mesh, with tensors without values", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +356,8 @@ class MeasureOptions(CommandOptions):
 
     path: str = argument(_NEWEST, "RUN | MODEL")
     config: Sequence[str] = argument(
-        "held-out rows, as in data.path, and overrides; with rl.reward, weft generates answers and rewards them",
+        "held-out rows, in the forms of data.path, and overrides; with rl.reward, weft samples answers and rewards "
+        "them",
         "DATA | section.key=value", nargs="*",
     )  # fmt: skip
     step: int | None = option(_STEP, "N", type=_count)
@@ -384,7 +390,7 @@ class EngineOptions(CommandOptions):
     """`weft engine`."""
 
     what: Sequence[str] = argument(
-        "install vllm: create or repair an environment with vLLM; check NAME: try an engine of an installed package",
+        "install vllm: create or repair an environment with vLLM; check NAME: check the engine of an installed package",
         "COMMAND",
         nargs="+",
     )
@@ -398,9 +404,11 @@ class PluginsOptions(CommandOptions):
     """`weft plugins`."""
 
     what: Sequence[str] = argument(
-        "engine, environment or reward, and a name: check that it keeps what a run relies on", "KIND NAME", nargs="*"
+        "engine, environment or reward, and a name: check that it meets the requirements of a run",
+        "KIND NAME",
+        nargs="*",
     )
-    row: str = option("a row of the data that an environment or a reward is given, as JSON", "JSON", default="{}")
+    row: str = option("a row of data, as JSON, that is passed to an environment or a reward", "JSON", default="{}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,4 +420,4 @@ class MigrateOptions(CommandOptions):
         "launch script (.sh)",
         "FILE", nargs="+",
     )  # fmt: skip
-    nproc: int | None = option("GPUs of the old run (default: as in the files, else 1)", "N", type=_count)
+    nproc: int | None = option("GPUs of the old run (default: as in the files, otherwise 1)", "N", type=_count)

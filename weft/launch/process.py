@@ -28,10 +28,10 @@ from weft.versions import set_allocator
 @dataclass(frozen=True)
 class Ranks:
     """This rank and the number of all ranks. As a context manager it leaves the process group at the end. owner:
-    whether join() created the process group; an existing one is kept. assumed: the accelerator of each rank in a dry
-    run; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one. store: shared
-    by the trained model's ranks and those of frozen models, if there are such. is_frozen: whether this is one of the
-    latter; rank and world count one side alone, and others is the number of the other side's."""
+    whether join() created the process group; an existing group is not ended. assumed: the accelerator of each rank in a
+    dry run; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one. store:
+    shared by the trained model's ranks and the ranks of frozen models, if there are any. is_frozen: whether this rank
+    has a frozen model. rank and world count one of the two sides; others is the number of ranks on the other side."""
 
     rank: int
     world: int
@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def tensors_on(self) -> torch.device:
-        """The device of this rank's tensors: `device`, if this machine has it; cpu in a simulation, else meta."""
+        """The device of this rank's tensors: `device` if this machine has it; cpu in a simulation; otherwise meta."""
         if self.simulated is not None:
             return torch.device("cpu")
         return self.device if self.assumed is None else torch.device("meta")
@@ -62,7 +62,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank prints and writes for all."""
+        """Whether this rank prints and writes for all ranks."""
         return self.rank == 0
 
     def __enter__(self) -> Ranks:
@@ -71,8 +71,8 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, other ranks may be in a collective: leaving the group could hang, or make them fail before
-        # this rank has reported. The process ends right after, and its group with it.
+        # After an error, other ranks may be in a collective. Leaving the group could then hang, or make them fail
+        # before this rank has reported. The process ends immediately after, and its group with it.
         if self.owner and (error is None or self.world == 1 or self.simulated is not None):
             leave()
 
@@ -80,17 +80,17 @@ class Ranks:
 def join(device: Device = "auto", timeout: float = 600.0, cpu_backend: str = "gloo", frozen: int = 0) -> Ranks:
     """Choose this rank's device and join the process group of all ranks.
 
-    The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
-    alone, without any port. timeout: seconds that a collective waits before it raises. An existing process group is
-    used as it is. Raises UserError if it does not support both the CPU and this rank's device. cpu_backend: what
-    carries tensors on the CPU (cluster.cpu_backend); raises UserError if this torch does not have it. frozen: how many
-    ranks, the last, have a frozen model alone. They and the others form a process group each, so that a collective of
-    one model never waits for the other; Ranks.store connects them.
+    The environment defines the ranks (torchrun's variables, which weft's launcher also sets). Without them this process
+    is the only rank, and opens no port. timeout: seconds that a collective waits before it raises. An existing process
+    group is used unchanged. Raises UserError if it does not support both the CPU and this rank's device. cpu_backend:
+    the backend for tensors on the CPU (cluster.cpu_backend); raises UserError if this torch does not have it. frozen:
+    the number of ranks, at the end, that have only a frozen model. They form one process group and the other ranks
+    another, so a collective of one model never waits for the other model; Ranks.store connects the groups.
     """
     check_cpu_backend(cpu_backend)
     if frozen and (dist.is_initialized() or "RANK" not in os.environ):
         raise UserError(
-            "reference.ranks and teacher.ranks need ranks that the command starts: use `weft dpo ... --nproc N`, "
+            "reference.ranks and teacher.ranks need several ranks: start `weft dpo ... --nproc N`, "
             "`weft distill ... --nproc N` or torchrun, or set the key to null."
         )
     if dist.is_initialized():
@@ -127,19 +127,19 @@ def join(device: Device = "auto", timeout: float = 600.0, cpu_backend: str = "gl
 
 
 def join_sides(ranks: Ranks) -> dist.ProcessGroupGloo:
-    """A group for messages between the trained model's ranks, which come first in it, and those of frozen models.
+    """A group for messages between the trained model's ranks, which come first in it, and the ranks of frozen models.
     Collective on both sides."""
     assert ranks.store is not None
     rank = ranks.others + ranks.rank if ranks.is_frozen else ranks.rank
-    # What is sent ahead may wait for long, through evaluations and saves; watchdogs end what hangs (train.timeout).
+    # Messages sent ahead may wait through evaluations and saves. Watchdogs end a hang (train.timeout).
     patience = timedelta(days=365)
     return dist.ProcessGroupGloo(dist.PrefixStore("sides", ranks.store), rank, ranks.world + ranks.others, patience)
 
 
 def configure_allocator() -> None:
-    """Let this process's CUDA allocator grow its segments, unless the environment sets another mode: row lengths differ
-    in every step, and segments of fixed sizes leave gaps that nothing fits into. Call this before the first use of
-    CUDA. The variable is set, too, because inference/weight_sync/protocol.py reads it."""
+    """Let this process's CUDA allocator grow its segments, unless the environment sets another mode. Row lengths differ
+    in every step, and segments of fixed sizes leave gaps that later tensors do not fit. Call this before the first use
+    of CUDA. The variable is also set, because inference/weight_sync/protocol.py reads it."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if torch.version.cuda is not None and sys.platform == "linux" and not any(os.environ.get(name) for name in names):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -148,7 +148,7 @@ def configure_allocator() -> None:
 
 @contextmanager
 def _port_named() -> Iterator[None]:
-    """Turn the error of a port that another program uses (MASTER_PORT) into a UserError."""
+    """Convert the error of a port that another program uses (MASTER_PORT) to a UserError."""
     try:
         yield
     except (OSError, dist.DistNetworkError) as error:
@@ -156,12 +156,12 @@ def _port_named() -> Iterator[None]:
             raise
         raise UserError(
             f"port {os.environ['MASTER_PORT']} of this machine, the rendezvous of the ranks (MASTER_PORT), is in use, "
-            "perhaps by another run. Start again. If you set MASTER_PORT, choose a free port, the same for all ranks."
+            "perhaps by another run: start again. If you set MASTER_PORT, set it to a free port, equal for all ranks."
         ) from error
 
 
 def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
-    """The store of ranks whose MASTER_ADDR is loopback. The first rank listens on loopback only; torch would listen on
+    """The store of ranks whose MASTER_ADDR is loopback. The first rank listens only on loopback; torch would listen on
     every interface. None for another address, and for ranks that use the store of their launcher."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -182,9 +182,9 @@ def fake_ranks(
     rank: int = 0,
     simulated: Simulation | None = None,
 ) -> Ranks:
-    """One of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing. assumed, simulated:
-    as in Ranks."""
-    assert not dist.is_initialized(), "a fake process group needs a process of its own"
+    """One of `world` ranks that do not exist. Shapes and meshes are real, and collectives send nothing. assumed,
+    simulated: as in Ranks."""
+    assert not dist.is_initialized(), "a fake process group needs a separate process"
     dist.init_process_group("fake", rank=rank, world_size=world)
     chosen = choose_device(device, 0) if assumed is None else torch.device("cuda")
     return Ranks(rank, world, 0, chosen, assumed=assumed, simulated=simulated)
@@ -200,8 +200,8 @@ def world_group() -> dist.ProcessGroup:
 
 @contextmanager
 def new_groups_inherit_timeout() -> Iterator[None]:
-    """Process groups that are created inside get the timeout of the group of all ranks (train.timeout). torch gives the
-    groups of a mesh, which it splits off, its own default of 10 or 30 minutes."""
+    """Process groups that are created inside have the timeout of the group of all ranks (train.timeout). Otherwise
+    torch gives the groups of a mesh its default of 10 or 30 minutes."""
     before = set(c10d._world.pg_map)
     yield
     gloo = world_group()._get_backend(torch.device("cpu"))
@@ -218,21 +218,21 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """Leave the process group; all ranks do so after their last collective."""
+    """Leave the process group. All ranks do so after their last collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def choose_device(device: Device, local_rank: int) -> torch.device:
-    """The device of a rank: its own accelerator, or the CPU if `device` says so or is "auto" on a machine without
+    """The device of a rank: its accelerator, or the CPU if `device` is "cpu", or if it is "auto" on a machine without
     CUDA."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
         raise UserError(
-            f"local rank {local_rank} has no CUDA device: torch sees {count} here; start at most that many ranks on "
-            "this machine, or use --device cpu."
+            f"local rank {local_rank} has no CUDA device: torch sees {count} here. Start at most {count} ranks on this "
+            "machine, or use --device cpu."
         )
     return torch.device("cuda", local_rank)
 
@@ -245,19 +245,19 @@ def _present(device: Device) -> Ranks:
     missing = {"cpu", chosen.type} - {part.partition(":")[0] for part in config.split(",")}
     if missing:
         raise UserError(
-            f"the existing process group ({config}) supports no tensors on {' and '.join(sorted(missing))}. Create it "
-            f"with torch.distributed.init_process_group({_backend(chosen)!r}, ...), or let weft create it."
+            f"the existing process group ({config}) does not support tensors on {' and '.join(sorted(missing))}. "
+            f"Create it with torch.distributed.init_process_group({_backend(chosen)!r}, ...), or let weft create it."
         )
     return Ranks(rank, dist.get_world_size(), local_rank, chosen, owner=False)
 
 
 def _backend(device: torch.device, on_cpu: str = "gloo") -> str:
-    """The backend of a rank. It always supports CPU tensors, because numbers about a step are on the CPU."""
+    """The backend of a rank. It always supports CPU tensors, because metrics of a step are on the CPU."""
     return f"cpu:{on_cpu},cuda:nccl" if device.type == "cuda" else on_cpu
 
 
 def check_cpu_backend(name: str) -> None:
-    """Raise UserError if torch cannot carry tensors on the CPU by this backend."""
+    """Raise UserError if this torch does not support the backend for tensors on the CPU."""
     built = {"gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available(), "ucc": dist.is_ucc_available()}
     devices = dist.Backend.backend_capability
     added = {kind for kind in dist.Backend._plugins if "cpu" in devices.get(kind, ())}
@@ -265,12 +265,12 @@ def check_cpu_backend(name: str) -> None:
     if name not in usable:
         raise UserError(
             f"cluster.cpu_backend={name}: this torch ({torch.__version__}) has {', '.join(usable)} for tensors on the "
-            f"CPU. Set cluster.cpu_backend={usable[0]}, or install a torch that is built with {name}."
+            f"CPU. Set cluster.cpu_backend={usable[0]}, or install a build of torch with {name}."
         )
 
 
 def _local_rank(rank: int) -> int:
-    """LOCAL_RANK; without it, the rank's place on its machine, if all machines have equally many accelerators."""
+    """LOCAL_RANK; without it, the rank's index on its machine, assuming machines with equally many accelerators."""
     return int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
 
 
@@ -282,7 +282,7 @@ def _rank_environment(environment: Mapping[str, str]) -> tuple[int, int] | None:
     if missing:
         raise UserError(
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with torchrun, or unset RANK and "
-            "WORLD_SIZE, and weft starts its own ranks."
+            "WORLD_SIZE, so that weft starts the ranks."
         )
     check_ranks(environment)
     return int(environment["RANK"]), int(environment["WORLD_SIZE"])

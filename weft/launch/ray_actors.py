@@ -1,7 +1,7 @@
-"""The one file that uses Ray: joins a cluster or starts one on this machine, and runs groups of actors in it.
+"""The only file that uses Ray. It joins a cluster, or starts one on this machine, and runs groups of actors in it.
 
-An actor that raises returns a report, like a rank of the launcher; the death of an actor is reported by Ray. Either way
-the whole group is ended, because the others may wait in a collective, and the first failure is raised here.
+An actor that raises returns a report, like a rank of the launcher. Ray reports the death of an actor. In both cases the
+complete group is ended, because other actors may wait in a collective, and the first failure is raised here.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from weft.launch.scratch import kill_all, remove_abandoned_memory, scratch_folde
 from weft.terminal import say
 
 _HOSTS, _MODE, _TOKEN = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"  # variables of Ray
-_LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
+_LINGER_SECONDS = 2.0  # time that a failure waits for another one that may have caused it
 _LISTENER_SECONDS = 10.0
 _STACKS_SECONDS = 0.5  # for a process to write its stacks
 _ENDING_SECONDS = 1.0  # for Ray to end an actor
 _LONGEST_BASE = 20  # characters
-_ROOM_SECONDS = 1.0  # between two looks whether a cluster has room
-_PLACED_SECONDS = 600.0  # how long a cluster may take to make room
+_ROOM_SECONDS = 1.0  # between two checks whether a cluster has free resources
+_PLACED_SECONDS = 600.0  # time that a cluster may need to free resources
 _LEAVING_SECONDS = 10.0  # for Ray to end
 
-# Of the Ray that this process is in: global, as Ray is.
+# The Ray session of this process. It is global, because Ray is.
 _watchdog = RayWatchdog()
 
 
@@ -68,7 +68,7 @@ class Bundle:
 def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None]:
     """Join the Ray cluster at `address`; for None, start one on this machine, which ends with the context.
 
-    Other Ray clusters on this machine are left alone. Raises UserError if the cluster lacks resources for `bundles`.
+    Other Ray clusters on this machine are not changed. Raises UserError if the cluster lacks resources for `bundles`.
     """
     is_local = address is None
     reaper.current().clean(_ray_base())
@@ -81,12 +81,13 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
                 check_capacity(bundles)
                 yield
         finally:
-            remove_abandoned_memory()  # of actors of this machine that were killed
+            remove_abandoned_memory()  # of killed actors of this machine
 
 
 @contextmanager
 def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None) -> Iterator[None]:
-    """As ray_session, without the check. folder: for the sockets and logs of a cluster that is started here."""
+    """ray_session without the check of resources. folder: for the sockets and logs of a cluster that is started
+    here."""
     is_local = address is None
     ray = import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -101,9 +102,9 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder / "r")}
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     try:
-        with variables_set(reaper.current().mark):  # for what it starts
+        with variables_set(reaper.current().mark):  # for the processes that Ray starts
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
-    except Exception as error:  # Ray has no type of error for a machine that is too busy to start in time
+    except Exception as error:  # Ray has no error type for a machine that is too busy to start in time
         _require_same_versions(address, str(error))
         problem = (
             "Ray could not be started on this machine" if is_local else f"cluster.address: no Ray cluster at {address}"
@@ -111,9 +112,9 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         token = "" if is_local or _MODE in os.environ else " If it requires a token, set RAY_AUTH_MODE=token."
         raise UserError(f"{problem}: {first_line(error)}.{token}") from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, sigterm_handler)  # Ray's own handler exits with 15, the status of another failure
+        signal.signal(signal.SIGTERM, sigterm_handler)  # Ray's handler exits with 15, the status of another failure
     global _watchdog
-    # Ray's type of a process -> the process, of the Ray that this process has started.
+    # Ray's type of a process -> the process, for a Ray that this process has started.
     started = ray._private.worker._global_node.all_processes if is_local else {}
     parts = {kind: infos[0].process for kind, infos in started.items()}
     reaper.current().add(*(part.pid for part in parts.values()))
@@ -127,8 +128,8 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
 
 
 def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
-    """Leave Ray, and end the processes of a Ray that this process has started (`parts`). Ray waits for ever for a part
-    that is stopped, but not when all are killed."""
+    """Leave Ray, and end the processes of a Ray that this process has started (`parts`). Ray waits without limit for a
+    stopped part, but not if all parts are killed."""
     global _watchdog
     watchdog, _watchdog = _watchdog, RayWatchdog()
     processes = {*parts, *watchdog.processes, *reaper.descendants(parts)}
@@ -138,7 +139,7 @@ def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
         leaving.join(_LEAVING_SECONDS)
         if leaving.is_alive():
             stopped = f": {names}" if (names := watchdog.stopped()) else ""
-            killed = "; its processes are killed" if parts else ""
+            killed = "; weft kills its processes" if parts else ""
             say(f"ending   Ray has not ended within {_LEAVING_SECONDS:g} seconds{stopped}{killed}", error=True)
     kill_all(processes | {*reaper.descendants(processes)})
     if watchdog.failure is not None:
@@ -149,8 +150,8 @@ def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
 
 
 def _require_same_versions(address: str | None, refusal: str) -> None:
-    """Raise UserError if Ray refused because the cluster has another Ray or Python: all processes of a cluster must
-    agree."""
+    """Raise UserError if Ray refused the connection because the cluster has another version of Ray or Python. All
+    processes of a cluster must have the same versions."""
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", refusal)
     if len(versions) != 2:
         return
@@ -170,8 +171,8 @@ def _ray_base() -> str:
 
 
 def _require_listener(address: str) -> None:
-    """Raise UserError if nothing listens at `address`: Ray itself would retry silently for minutes. Names without a
-    port, such as `auto`, are not checked."""
+    """Raise UserError if nothing listens at `address`. Ray would retry silently for minutes. Names without a port, such
+    as `auto`, are not checked."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -179,19 +180,19 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host.rpartition("/")[2], int(port)), timeout=_LISTENER_SECONDS).close()
     except OSError as error:
         raise UserError(
-            f"cluster.address: no Ray cluster at {address}: {error}. Start one there (ray start --head), or leave "
-            "cluster.address out for one on this machine."
+            f"cluster.address: no Ray cluster at {address}: {error}. Start one there (ray start --head), or set "
+            "cluster.address=null, so that weft starts one on this machine."
         ) from error
 
 
 def import_ray() -> Any:
-    """Ray, or a UserError that says how to install it."""
+    """The module ray. Raises UserError with the command that installs it."""
     return import_extra("ray", "rl", "weft rl")
 
 
 @contextmanager
 def _loopback_ray() -> Iterator[None]:
-    """Inside, a Ray that is started here listens on loopback and requires a token that only its processes have."""
+    """Inside, a Ray that this process starts listens on loopback and requires a token that only its processes have."""
     variables = {_HOSTS: os.environ.get(_HOSTS, "0"), _MODE: os.environ.get(_MODE, "token")}
     if variables[_MODE] == "token":
         variables[_TOKEN] = os.environ.get(_TOKEN, secrets.token_hex(32))
@@ -205,7 +206,7 @@ def _loopback_ray() -> Iterator[None]:
 
 
 def _read_settings(ray: Any) -> None:
-    """Let Ray read its variables, which it does when it is imported: maybe by the program, or in an earlier session."""
+    """Let Ray read its variables again: it reads them when it is imported, which may have been earlier."""
     constants, native = ray._private.ray_constants, ray._raylet
     constants.ENABLE_RAY_CLUSTER = constants.env_bool(_HOSTS, not constants.IS_WINDOWS_OR_OSX)
     native.Config.initialize("")
@@ -213,20 +214,22 @@ def _read_settings(ray: Any) -> None:
 
 
 def exposure(address: str | None) -> list[str]:
-    """Warnings about a cluster that requires no token."""
+    """A warning if the cluster requires no token."""
     if address is None or os.environ.get(_MODE) == "token":
         return []
-    return [f"warning  the Ray cluster at {address} requires no token (RAY_AUTH_MODE): whoever reaches it can run code"]
+    return [
+        f"warning  the Ray cluster at {address} requires no token (RAY_AUTH_MODE): anyone who reaches it can run code"
+    ]
 
 
 def check_capacity(bundles: Sequence[Bundle]) -> None:
-    """Raise UserError if the cluster is too small for `bundles`; Ray would wait for ever without a message."""
+    """Raise UserError if the cluster is too small for `bundles`. Ray would wait without limit and without a message."""
     resources = _watchdog.call(import_ray().cluster_resources)
     for name, needed in (("GPU", sum(b.gpus for b in bundles)), ("CPU", sum(b.cpus for b in bundles))):
         if needed > resources.get(name, 0):
             raise UserError(
-                f"the Ray cluster has {resources.get(name, 0):g} {name}s, and trainers and engines need {needed:g}: "
-                "set cluster.trainer_ranks (or rollout.num_engines, cluster.engines, cluster.devices) to fewer, or "
+                f"the Ray cluster has {resources.get(name, 0):g} {name}s, but trainers and engines need {needed:g}: "
+                "lower cluster.trainer_ranks (or rollout.num_engines, cluster.engines, cluster.devices), or "
                 "join a larger cluster (cluster.address)."
             )
         nodes = _watchdog.call(import_ray().nodes)
@@ -234,21 +237,20 @@ def check_capacity(bundles: Sequence[Bundle]) -> None:
         requested = max(bundle.resources().get(name, 0) for bundle in bundles)
         if requested > largest:
             raise UserError(
-                f"one actor needs {requested:g} {name}s, and no host of the Ray cluster has more than {largest:g}. An "
+                f"one actor needs {requested:g} {name}s, but no host of the Ray cluster has more than {largest:g}. An "
                 f"engine is on one host, so set rollout.tp to {largest:g} or less."
             )
 
 
 @dataclass(eq=False)
 class ActorGroup:
-    """Actors of one kind, numbered from 0. A call to a group that makes no progress ends with an error, never in a
-    hang.
+    """Actors of one kind, numbered from 0. A call to a group that makes no progress ends with an error; it never hangs.
 
-    name: of one actor, for messages. watchdog: of the actors on this machine. placed: Ray's placement group; None where
-    the actors request nothing. ray: the watchdog of the run's own Ray. oom_kills: the kernel's count before the actors
-    started. start: starts the process of an actor, given its number, and returns Ray's handle. turns: locks of the
-    devices that other groups have, too; call_all holds them. joining: what an actor requests that joins the group after
-    its start, and whose handle is None before. joined: placement groups of those that have, by number.
+    name: of one actor, for messages. watchdog: of the actors on this machine. placed: Ray's placement group; None if
+    the actors request nothing. ray: the watchdog of a Ray that this run started. oom_kills: the kernel's count before
+    the actors started. start: starts the process of an actor, given its number, and returns Ray's handle. turns: locks
+    of devices that are shared with other groups; call_all holds them. joining: the resources of an actor that joins the
+    group later, and whose handle is None until then. joined: number -> placement group of actors that have joined.
     """
 
     name: str
@@ -264,7 +266,7 @@ class ActorGroup:
 
     @property
     def can_restart(self) -> bool:
-        """Whether a new actor could be started: not if the run's own Ray has failed."""
+        """Whether a new actor could be started: False if a Ray that this run started has failed."""
         return self.ray.failure is None
 
     @property
@@ -277,7 +279,7 @@ class ActorGroup:
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call this method on every actor; returns the results in order. List and dict arguments are put into Ray's
         store once."""
-        # Ray's store is in the raylet, which does not answer where it is stopped: hence ray.call in a thread.
+        # Ray's store is in the raylet, which does not answer if it is stopped: hence ray.call in a thread.
         put = import_ray().put
         stored = [
             await asyncio.to_thread(self.ray.call, partial(put, arg))
@@ -318,7 +320,7 @@ class ActorGroup:
         record = flight.read_all(self.scratch / flight.FOLDER).get(number)
         activity = f"\n{record.activity()}" if record is not None else ""
         actor_reports = [report for report in reports.read_all(self.scratch) if report.rank == number]
-        if actor_reports:  # the actor ended itself with a report
+        if actor_reports:  # the actor ended with a report
             return ActorError(
                 explain(actor_reports[0], f"{self.name} {number} failed: ", debug=False),
                 actor_reports[0].kind,
@@ -346,22 +348,22 @@ class ActorGroup:
         return ActorError(text, "hang", report)
 
     def save_evidence(self, run: Path) -> None:
-        """Write what each actor was doing to RUN/flight."""
+        """Write the activity of each actor to RUN/flight."""
         records = flight.read_all(self.scratch / flight.FOLDER)
         evidence = Evidence({rank: replace(record, run=str(run)) for rank, record in records.items()})
         save_evidence(reports.read_all(self.scratch), {}, evidence)
 
     async def restart(self, number: int | None = None) -> None:
-        """Replace an actor by a new process with the same resources and environment, by default all, which form a new
-        process group. An old one is killed if it still runs, and what it left as evidence is removed. ActorError if a
-        new one cannot be started."""
+        """Replace an actor by a new process with the same resources and environment. By default all actors are replaced
+        and form a new process group. An old process that still runs is killed, and its evidence is removed. Raises
+        ActorError if a new process cannot be started."""
         await asyncio.to_thread(self._restart, number)
 
     async def join(self, number: int) -> None:
-        """Start the process of an actor that has no reservation, or whose host is lost, as soon as the cluster has room
-        for it. ActorError if it cannot be started."""
+        """Start the process of an actor that has no reservation, or whose host is lost, as soon as the cluster has free
+        resources. Raises ActorError if it cannot be started."""
         ray = import_ray()
-        assert self.joining is not None, "a group that nobody joins"
+        assert self.joining is not None, "actors cannot join this group"
         await asyncio.to_thread(self._leave, number)
         reserve = partial(ray.util.placement_group, [self.joining.resources()], strategy="PACK")
         placed = await asyncio.to_thread(self.ray.call, reserve)
@@ -401,13 +403,13 @@ class ActorGroup:
                 self.ray.call(partial(ray.kill, handle))
         local = [process for rank, _, process in self._local_actors() if number in (None, rank)]
         _, alive = psutil.wait_procs(local, timeout=_ENDING_SECONDS)
-        for process in alive:  # Ray cannot end one that is stopped
+        for process in alive:  # Ray cannot end a stopped process
             with suppress(psutil.Error):
                 process.kill()
 
     def blamed(self, error: ActorError) -> ActorError:
-        """`error` itself, unless it is a hang and an actor of this group is stopped: then an error that names this
-        actor, for which other processes wait."""
+        """`error`, unless it is a hang and an actor of this group is stopped: then an error that names this actor, for
+        which other processes wait."""
         if error.kind == "hang":
             for number, record, process in self._local_actors():
                 with suppress(psutil.Error):
@@ -424,8 +426,8 @@ class ActorGroup:
 
 
 async def gather_calls(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Await all calls; returns the results in order. Of several failures the root cause is raised: the death of an
-    actor first, then an error that an actor reported, then errors of actors that waited for another."""
+    """Await all calls; returns the results in order. If several fail, the root cause is raised: the death of an actor
+    comes first, then an error that an actor reported, then errors of actors that waited for another."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -448,13 +450,14 @@ def actor_group(
     at_once: int = 1, timeout: float = 600.0, key: str = "train.timeout", turns: Sequence[asyncio.Lock] = (),
     joining: int = 0,
 ) -> Iterator[ActorGroup]:  # fmt: skip
-    """Start one actor per bundle; the actors end with the context. make(number) runs in the actor and returns the
+    """Start one actor per bundle. The actors end with the context. make(number) runs in the actor, and returns the
     object whose methods are called. env: environment variables of each actor.
 
-    reserve: what the placement group reserves per actor, if more than its bundle, so that another group can share it.
+    reserve: the placement group's reservation per actor, if it exceeds the bundle because another group shares it.
     share_with: (placement group, indices): actor i uses its bundle indices[i]. at_once: concurrent calls per actor.
     With 1, the actors can form a process group; with more, the methods are coroutines. timeout, key: as in
-    ActorWatchdog. turns: as in ActorGroup. joining: how many of the last actors are not started here (ActorGroup.join).
+    ActorWatchdog. turns: as in ActorGroup. joining: the number of last actors that are not started here
+    (ActorGroup.join).
     """
     ray = import_ray()
     with scratch_folder() as scratch:
@@ -497,7 +500,7 @@ def actor_group(
 @contextmanager
 def reserved_devices(bundle: Bundle, count: int) -> Iterator[tuple[Any, list[int]]]:
     """Reserve `count` devices for actors of several groups. Yields the placement group, and the index of each device's
-    bundle: consecutive devices are on the same host, as far as it has so many."""
+    bundle. Consecutive devices are on the same host, if it has enough."""
     ray = import_ray()
     placed = _reserve([bundle] * count)
     try:
@@ -514,7 +517,7 @@ def _release(placed: Any) -> None:
 
 
 def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:
-    """Tell all actors the working directory of this process and, for a rendezvous, the address and port of the first
+    """Send all actors the working directory of this process and, for a rendezvous, the address and port of the first
     actor."""
     ray, variables = import_ray(), dict[str, str]()
     try:
@@ -531,7 +534,7 @@ def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:
 
 
 def _get(references: Any) -> Any:
-    """What Ray's tasks return, within _PLACED_SECONDS."""
+    """The results of Ray's tasks, within _PLACED_SECONDS."""
     return _watchdog.call(partial(import_ray().get, references, timeout=_PLACED_SECONDS))
 
 
@@ -547,8 +550,8 @@ def _reserve(bundles: Sequence[Bundle]) -> Any:
     except ray.exceptions.GetTimeoutError as error:
         ray.util.remove_placement_group(placed)
         raise UserError(
-            f"the Ray cluster had no room for {len(bundles)} actors of {requests[0]} within {_PLACED_SECONDS:.0f} "
-            "seconds: others use it. Wait for them, or request fewer."
+            f"the Ray cluster had no free resources for {len(bundles)} actors of {requests[0]} within "
+            f"{_PLACED_SECONDS:.0f} seconds: other programs use them. Wait until they end, or request less."
         ) from error
     return placed
 
@@ -565,14 +568,14 @@ class _Actor:
         self._object: Any = None
 
     def address(self) -> tuple[str, int]:
-        """This host's address as other actors reach it, and a free port on it."""
+        """The address at which other actors reach this host, and a free port on it."""
         is_local = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
         address = "127.0.0.1" if is_local else str(import_ray().util.get_node_ip_address())
         return address, free_port()
 
     def prepare(self, variables: Mapping[str, str], folder: str) -> None:
-        """Set environment variables, and change to the controller's working directory, if this host has it, so that
-        relative paths mean the same. Called before the object is created."""
+        """Set environment variables, and change to the controller's working directory if this host has it, so that
+        relative paths are valid. Called before the object is created."""
         os.environ.update(variables)
         with suppress(OSError):
             os.chdir(folder)
@@ -586,7 +589,7 @@ class _Actor:
 
 class _SerialActor(_Actor):
     """Runs one call at a time. An exception becomes a report, which is returned. If the object has a method `ending`,
-    it is called with the exception first, so that the object can finish what it has begun."""
+    it is called with the exception first, so that the object can finish its work."""
 
     def call(self, method: str, *args: Any) -> Any:
         """The result of the object's method, or the report of its exception."""
@@ -604,7 +607,7 @@ class _SerialActor(_Actor):
 
 
 class _ConcurrentActor(_Actor):
-    """Like _SerialActor, but for methods that are coroutines, which run concurrently."""
+    """Like _SerialActor, but for methods that are coroutines. They run concurrently."""
 
     async def call(self, method: str, *args: Any) -> Any:
         """The result of the object's method, or the report of its exception."""

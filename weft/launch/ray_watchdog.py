@@ -1,5 +1,5 @@
-"""Watches the processes of a Ray that a run has started: nothing else would notice that one is stopped, and Ray itself
-notices only after a minute that its GCS has died."""
+"""Watches the processes of a Ray that a run has started. Without it, nothing would detect that one of them is stopped,
+and Ray detects the death of its GCS only after a minute."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from weft.launch.status import Kind
 from weft.launch.watchdog import periodically
 
 T = TypeVar("T")
-STOPPED_SECONDS = 5.0  # for which a part of Ray may be stopped
+STOPPED_SECONDS = 5.0  # time that a part of Ray may be stopped
 _TICK = 0.5
-_SEARCH_SECONDS = 2.0  # between two looks at the children of the raylet, which read all processes of the machine
-_POLL = 0.1  # seconds between two looks at a blocking call
-# Ray's type of a process that it starts here -> its name for people. Nothing depends on the others (its log monitor,
-# its dashboard, its autoscaler's monitor).
+_SEARCH_SECONDS = 2.0  # between two searches for children of the raylet, which read all processes of the machine
+_POLL = 0.1  # seconds between two checks of a blocking call
+# Ray's type of a process that it starts here -> its name in messages. A run does not need the other types (the log
+# monitor, the dashboard, the autoscaler's monitor).
 NEEDED = {"gcs_server": "Ray's GCS (gcs_server)", "raylet": "Ray's raylet"}
-_AGENTS = {  # words in the command line of a child of the raylet -> its name; the raylet ends with either
+_AGENTS = {  # words in the command line of a child of the raylet -> its name. If one ends, the raylet ends.
     "DashboardAgent": "Ray's dashboard agent", "dashboard/agent.py": "Ray's dashboard agent",
     "RuntimeEnvAgent": "Ray's agent of runtime environments",
     "runtime_env/agent/main.py": "Ray's agent of runtime environments",
 }  # fmt: skip
 
 
-_WORKER = "a worker of Ray's"
+_WORKER = "a Ray worker"
 
 
 @dataclass
 class _RayProcess:
-    """A process of Ray. started: this process is its parent, and knows how it ends."""
+    """A process of Ray. started: whether this process is its parent, and so receives its exit status."""
 
     name: str
     process: psutil.Process
@@ -77,7 +77,8 @@ class _RayProcess:
 
 @dataclass(eq=False)
 class RayWatchdog:
-    """What the controller knows of its own Ray. Without parts, for a cluster that the run has joined, nothing fails."""
+    """The state of a Ray that the controller started. For a cluster that the run joined, it has no parts and never
+    fails."""
 
     _parts: dict[psutil.Process, _RayProcess] = field(default_factory=dict)
     _waiting: set[asyncio.Future[None]] = field(default_factory=set)
@@ -91,12 +92,12 @@ class RayWatchdog:
 
     @property
     def failure(self) -> ActorError | None:
-        """The error that ends the run, a new one for each call that raises it; None while all is well."""
+        """The error that ends the run, or None. Each access makes a new exception object, to be raised by one call."""
         return None if self._failed is None else ActorError(*self._failed)
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """The processes that are watched, and what the raylet has started."""
+        """The watched processes, and the processes that the raylet has started."""
         return [*self._parts, *self._children]
 
     def add(self, started: Mapping[str, subprocess.Popen[bytes]]) -> None:
@@ -116,7 +117,7 @@ class RayWatchdog:
                 return
             self._find_children()
             dead = [part for part in self._parts.values() if part.state == psutil.STATUS_DEAD]
-            # The raylet ends by itself after an agent: then the agent is the cause.
+            # The raylet ends after an agent has ended, so the agent is the cause.
             dead.sort(key=lambda part: part.started is not None and (part.started.returncode or 0) >= 0)
             seconds = {part.label: self._stops.seconds(part.process, self._frozen) for part in self._parts.values()}
             stopped = [part for part in self._parts.values() if seconds[part.label] > STOPPED_SECONDS]
@@ -131,7 +132,7 @@ class RayWatchdog:
                 stopped[0].process.kill()  # so that a call that waits for it ends
 
     async def unless_failed(self, waited: Awaitable[T]) -> T:
-        """Await; raises `failure` as soon as a part of Ray has failed."""
+        """Await. Raises `failure` as soon as a part of Ray has failed."""
         failed = asyncio.get_running_loop().create_future()
         with self._lock:
             if error := self.failure:
@@ -150,7 +151,7 @@ class RayWatchdog:
             task.cancel()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a call of Ray's that may block for ever in a thread; raises `failure` as soon as a part has failed."""
+        """Run a call of Ray that may block without limit in a thread. Raises `failure` as soon as a part has failed."""
         answered: Future[T] = Future()
 
         def run() -> None:
@@ -169,17 +170,17 @@ class RayWatchdog:
         return answered.result()
 
     def cause(self) -> ActorError | None:
-        """The failure of a part of Ray that may lie behind the death of an actor."""
+        """The failure of a part of Ray that may have caused the death of an actor."""
         self.look(self._frozen)
         return self.failure
 
     def stopped(self) -> str:
-        """Words for the parts that are stopped now; empty if there are none."""
+        """Words for the parts that are stopped now, or ""."""
         states = {part.label: FROZEN.get(part.state) for part in self._parts.values()}
         return "; ".join(f"{name} is {state}" for name, state in states.items() if state is not None)
 
     def _find_children(self) -> None:
-        """Watch the agents of the raylet, and workers that are stopped before they are actors."""
+        """Watch the agents of the raylet, and workers that stop before they become actors."""
         if time.monotonic() < self._next_search:
             return
         self._next_search = time.monotonic() + _SEARCH_SECONDS
@@ -203,7 +204,7 @@ class RayWatchdog:
                         self._parts[child] = _RayProcess(name, child)
 
     def _fail(self, kind: Kind, problem: str) -> None:
-        self._failed = f"{problem}, and the run cannot go on without it.", kind
+        self._failed = f"{problem}, and the run cannot continue without it.", kind
         for failed in self._waiting:
             failed.get_loop().call_soon_threadsafe(_resolve, failed)
 
@@ -214,7 +215,7 @@ def _resolve(failed: asyncio.Future[None]) -> None:
 
 
 def _is_watched_actor(process: psutil.Process) -> bool:
-    """Whether it is an actor whose flight record its group's watchdog reads."""
+    """Whether it is an actor whose flight record the watchdog of its group reads."""
     folder = process.environ().get(reports.FOLDER_VARIABLE)
     records = flight.read_all(Path(folder) / flight.FOLDER) if folder else {}
     return any(record.pid == process.pid for record in records.values())

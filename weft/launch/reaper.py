@@ -1,9 +1,9 @@
-"""A process beside the controller of a run. It outlives the controller and ends the processes that the run has started.
+"""A process next to the controller of a run. It outlives the controller and ends the processes that the run started.
 
-The controller names the roots: processes that it starts for the run. The reaper records them and their descendants, by
-process id and start time, in a file of the run's scratch folder, so that it also knows processes that leave their
-process group or session, or whose parent ends. When the controller has ended, it kills the recorded processes and
-removes scratch folders and shared memory. If the reaper was killed, too, the next start reads that file (scratch.py).
+The controller registers roots: processes that it starts for the run. The reaper records them and their descendants, by
+process id and start time, in a file of the run's scratch folder. So it also finds processes that leave their process
+group or session, or whose parent ends. When the controller has ended, it kills the recorded processes and removes
+scratch folders and shared memory. If the reaper was also killed, the next start reads the file (scratch.py).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from weft.launch.scratch import (
 from weft.version import PACKAGE
 
 _LOOK_SECONDS = 1.0
-_END_SECONDS = 20.0  # for the reaper to kill what is left at the end
+_END_SECONDS = 20.0  # time in which the reaper must kill the remaining processes
 _ROOT, _BASE, _END = "root", "base", "end"  # the words of the controller's lines
 
 
 class Reaper:
-    """The controller's side. Outside of `reaping` there is no process: nothing is recorded or killed."""
+    """The controller's side. Outside of `reaping` there is no process, and nothing is recorded or killed."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -53,19 +53,19 @@ class Reaper:
 
     @property
     def mark(self) -> dict[str, str]:
-        """Variables for the environment of a root, which its descendants inherit."""
+        """Environment variables of a root, which its descendants inherit."""
         return {} if self._folder is None else {MARK: str(self._folder)}
 
     def add(self, *roots: int) -> None:
-        """Let these processes (their ids) and their descendants end with the run."""
+        """Register processes by their ids. They and their descendants end with the run."""
         self._tell(*(f"{_ROOT} {root}" for root in roots))
 
     def clean(self, base: str) -> None:
-        """Let abandoned scratch folders in `base` be removed when the controller is killed."""
+        """Register `base`: if the controller is killed, abandoned scratch folders in it are removed."""
         self._tell(f"{_BASE} {base}")
 
     def end(self) -> None:
-        """Let the reaper kill the remaining processes and end; it is killed itself if that takes too long."""
+        """Let the reaper kill the remaining processes and end. If that takes too long, the reaper is killed."""
         if self._process is None:
             return
         self._tell(_END)
@@ -78,17 +78,17 @@ class Reaper:
 
     def _tell(self, *lines: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with suppress(OSError):  # the reaper was killed: the next start does its work
+            with suppress(OSError):  # the reaper was killed; the next start does its work
                 self._process.stdin.write("".join(f"{line}\n" for line in lines).encode())
                 self._process.stdin.flush()
 
 
-# The reaper of this process's run: global, because it belongs to the process, as its children do.
+# The reaper of this process's run. It is global, because there is one per process.
 _current = Reaper()
 
 
 def current() -> Reaper:
-    """The reaper of the run that goes on in this process."""
+    """The reaper of the run in this process."""
     return _current
 
 
@@ -108,7 +108,7 @@ def reaping() -> Iterator[Reaper]:
 
 
 def descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes that descend from `roots`, without these."""
+    """The descendants of `roots`, without the roots."""
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -131,7 +131,7 @@ class _Notes:
         self._file = (folder / PROCESSES).open("a", encoding="ascii")
 
     def add(self, processes: Iterable[psutil.Process]) -> None:
-        """Note those that are not noted yet."""
+        """Note processes that are not noted yet."""
         for process in processes:
             if process not in self.processes and process.pid != os.getpid():
                 with suppress(psutil.Error, OSError, ValueError):
@@ -147,9 +147,9 @@ class _Notes:
 
 
 def main(controller: int, folder: Path) -> None:
-    """Serve until the controller says that the run is over, or ends."""
+    """Serve until the controller writes that the run is over, or ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # whoever ends the job's processes ends the controller, too
+        signal.signal(number, signal.SIG_IGN)  # a signal to all processes of the job ends the controller, too
     notes, bases, received, over = _Notes(folder), dict[str, None](), b"", False
     orders = select.poll()
     orders.register(0, select.POLLIN)
@@ -169,9 +169,9 @@ def main(controller: int, folder: Path) -> None:
             if not data:
                 break
         elif os.getppid() != controller:
-            break  # a fork of the controller holds the other end of the pipe
+            break  # a forked child of the controller still holds the other end of the pipe
         notes.look()
-    for _ in range(3):  # what a process starts while others are killed
+    for _ in range(3):  # a process may start another while it is killed
         notes.look()
         notes.add(marked_processes(folder))
         kill_all([process for process in notes.processes if process.is_running()])

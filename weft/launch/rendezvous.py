@@ -1,7 +1,7 @@
 """The rendezvous of ranks on one machine: a store that only this machine can reach.
 
-torch's own rendezvous (c10d) listens on every interface without a password, and unpickles what it reads from its store.
-This store listens on 127.0.0.1, and the launcher unpickles nothing that it reads from it.
+torch's rendezvous (c10d) listens on every interface without a password, and unpickles values from its store. This store
+listens on 127.0.0.1, and the launcher unpickles nothing from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "weft"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of a single agent; its ranks are clients of its store."""
+    """A rendezvous of a single agent. Its ranks are clients of its store."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id, self._closed = run_id, False
@@ -60,7 +60,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def register() -> str:
-    """Register the rendezvous with torch and return its name. Repeated calls are safe."""
+    """Register the rendezvous with torch and return its name. Repeated calls have no effect."""
     rendezvous_handler_registry.register(NAME, _create)
     return NAME
 

@@ -1,6 +1,6 @@
-"""The report of each rank for the process that started it: one JSON file per rank.
+"""The report of each rank to the process that started it: one JSON file per rank.
 
-Exit statuses alone show neither which rank failed first nor why.
+Exit statuses alone do not show which rank failed first, or why.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weft.launch import flight
 from weft.launch.status import STATUS, Kind, failure_kind
 from weft.version import PACKAGE
 
-# Names the folder for the reports of a run; only ranks that weft itself started have it.
+# The variable with the folder for the reports of a run. Only ranks that weft started have it.
 FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
-# Names the file to which a process that is restarted writes the path of RUN; its report is in the folder of the file.
+# The variable with the file to which a restartable process writes the path of RUN. Its report is in the same folder.
 RUN_NOTE = "WEFT_RUN_NOTE"
 
 
@@ -29,10 +29,10 @@ RUN_NOTE = "WEFT_RUN_NOTE"
 class RankReport:
     """An exception of one rank, a failed verdict, or a hang.
 
-    time: monotonic clock, when it was detected. activity: step, phase and documents. plain: the message itself contains
-    the advice. collectives: the rank's last ones, oldest first. waited: another rank did not come to a collective in
-    time. within: that time, in words. gone: ranks that had ended before this one. is_verdict: no error; the rank ran to
-    its end. exit_status: replaces the status of the kind.
+    time: monotonic clock, when it was detected. activity: step, phase and documents. plain: whether the message
+    contains the advice. collectives: the rank's last collectives, oldest first. waited: whether another rank did not
+    come to a collective in time. within: that time, in words. gone: ranks that had ended before this one. is_verdict:
+    whether the rank ran to its end, without an error. exit_status: replaces the status of the kind.
     """
 
     rank: int
@@ -56,8 +56,8 @@ class RankReport:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Sorts reports: the probable cause first, then ranks that waited in vain, then ranks whose connection to
-        another closed: that is what a rank does which waited in vain."""
+        """The order of reports: the probable cause, then ranks that waited in vain, then ranks that lost a connection.
+        A connection closes when a rank that waited in vain ends."""
         return self.is_consequence, self.kind == "peer", self.time
 
     @property
@@ -78,10 +78,10 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
         location = (
             f" ({own_calls[-1].name}, {Path(own_calls[-1].filename).name}:{own_calls[-1].lineno})" if own_calls else ""
         )
-        plain, message = True, f"an input is nested too deeply{location}: --debug shows where. Make it flatter."
+        plain, message = True, f"an input is nested too deeply{location}: flatten it. --debug prints the position."
     if kind == "user" and isinstance(error, OSError):
         plain, message = True, f"{error.filename}: {error.strerror}. Name another file or folder."
-    message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # notes say where and why
+    message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # notes contain position and reason
     activity = record.activity()
     if plain:
         activity = f"in step {record.step} of {record.steps}" if record.step else ""
@@ -99,7 +99,7 @@ def of_verdict(rank: int) -> RankReport:
 
 
 def of_stop(rank: int, status: int) -> RankReport:
-    """The report of a rank that a signal has stopped in good order."""
+    """The report of a rank that stopped after a signal."""
     return RankReport(rank, time.monotonic(), "stopped", is_verdict=True, exit_status=status)
 
 
@@ -110,7 +110,7 @@ def folder() -> Path | None:
 
 
 def write(report: RankReport, into: Path) -> None:
-    """Write the report whole or not at all: the reader may look at any moment."""
+    """Write the report completely or not at all, because it may be read at any moment."""
     draft = into / f"rank-{report.rank}.draft"
     draft.write_text(json.dumps(asdict(report)), encoding="utf-8")
     draft.rename(path_of(report.rank, into))

@@ -1,8 +1,8 @@
 """Scratch folders in the temporary directory, files of shared memory, and processes of a run. If a run was killed, the
 next start removes them.
 
-The user of a folder or a file holds a lock on it, which the kernel releases when the process ends, however it ends.
-Processes are identified by id and start time, which the run has recorded (reaper.py), never by their names.
+The user of a folder or a file holds a lock on it. The kernel releases the lock when the process ends for any reason.
+Processes are identified by the id and start time that the run recorded (reaper.py), never by their names.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 import psutil
 
 PREFIX = "weft-"
-PROCESSES = "processes"  # a file of a folder: one process of its run a line, as `note_of` writes it
-MARK = "WEFT_RUN_SCRATCH"  # an environment variable of processes of a run, which names that folder
+PROCESSES = "processes"  # a file in a folder, with a line for each process of its run, written by `note_of`
+MARK = "WEFT_RUN_SCRATCH"  # an environment variable of processes of a run: the path of the folder
 SHARED_MEMORY = Path("/dev/shm")
-MEMORY_PREFIX = "weft-sync-"  # of files of shared memory, whose owner holds their lock
-_LOCK = "in-use"  # a file that is locked by those who use the folder
-_SAME_SECONDS = 2.0  # start times are derived from the clock, which may be set meanwhile
-_KILL_SECONDS = 10.0  # for killed processes to end
+MEMORY_PREFIX = "weft-sync-"  # of files of shared memory, which their owner locks
+_LOCK = "in-use"  # a file that the users of the folder lock
+_SAME_SECONDS = 2.0  # start times are derived from the clock, which may be adjusted
+_KILL_SECONDS = 10.0  # time for killed processes to end
 
 
 @contextmanager
 def scratch_folder(kind: str = "", base: str | None = None) -> Iterator[Path]:
-    """A folder that only this user can read, removed with the context. kind: prefix of its name. base: its parent, if
-    not the temporary directory."""
+    """A folder that only this user can read. It is removed with the context. kind: prefix of its name. base: its
+    parent; by default the temporary directory."""
     base = base or tempfile.gettempdir()
     remove_abandoned(base)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}", dir=base))
@@ -39,7 +39,7 @@ def scratch_folder(kind: str = "", base: str | None = None) -> Iterator[Path]:
     descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        unlocked.rename(folder / _LOCK)  # nobody sees it before it is locked
+        unlocked.rename(folder / _LOCK)  # no other process sees it before it is locked
         yield folder
     finally:
         _remove(folder)
@@ -79,8 +79,8 @@ def note_of(process: psutil.Process) -> str:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """The processes of the folder's run that still run: recorded in its file PROCESSES, or with its mark in their
-    environment; empty without such a file. Another process with the id of an ended one is not counted."""
+    """The running processes of the folder's run: recorded in its file PROCESSES, or with its mark in their environment.
+    Empty without such a file. Another process with the id of an ended one does not count."""
     running = dict[psutil.Process, None]()
     with suppress(OSError):
         for line in (folder / PROCESSES).read_text(encoding="ascii", errors="replace").splitlines():
@@ -94,7 +94,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def marked_processes(folder: Path) -> list[psutil.Process]:
-    """The processes that have inherited the mark of the folder's run, whatever their parents are."""
+    """The processes that inherited the mark of the folder's run, regardless of their parents."""
     marked = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -117,7 +117,7 @@ def kill_all(processes: Collection[psutil.Process], seconds: float = _KILL_SECON
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether a process runs. False for a zombie; True for a process that this user cannot inspect."""
+    """Whether a process runs. False for a zombie. True for a process that this user cannot inspect."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -127,7 +127,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder; retry for two seconds, because processes that are ending may still write to it."""
+    """Remove a folder. Retries for two seconds, because processes that are ending may still write to it."""
     for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

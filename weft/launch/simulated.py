@@ -1,7 +1,7 @@
-"""The simulation of a device: a step runs on the CPU with torch's fake tensors, which have sizes and no values.
+"""The simulation of a device: a step runs on the CPU with torch's fake tensors, which have sizes but no values.
 
-Code that chooses kernels or sizes by the device calls `device_kind`; code that waits for numbers of a device calls
-`read`; code that fills the memory of the host is inside `host_memory`. Little other code depends on a simulation.
+Code that chooses kernels or sizes by the device calls `device_kind`. Code that waits for numbers from a device calls
+`read`. Code that fills host memory is inside `host_memory`. Little other code depends on a simulation.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed._tools.fake_collectives  # gives collectives of fake tensors their shapes
+import torch.distributed._tools.fake_collectives  # defines the shapes of fake tensors in collectives
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-NEW = (9, 0)  # the compute capability of a device that is not there
+NEW = (9, 0)  # the compute capability of a device that this machine does not have
 
 
 class Simulation:
@@ -26,14 +26,14 @@ class Simulation:
     def __init__(self, kind: str, memory: int = 0, capability: tuple[int, int] | None = None) -> None:
         """kind: the type of the device, `cuda` or `cpu`. memory: its bytes. capability: CUDA's; None: a new one's."""
         self.kind, self.memory, self.capability = kind, memory, capability or NEW
-        # Real tensors (a table on the host) become fake ones at their first use.
+        # Real tensors (a table on the host) become fake when they are first used.
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, tensors are fake, and this process computes as on the device."""
+        """Inside, tensors are fake, and this process behaves like a rank on the device."""
         global _current
-        assert _current is None, "a simulation runs already"
+        assert _current is None, "a simulation is already running"
         _current = self
         try:
             with self.fake:
@@ -42,13 +42,13 @@ class Simulation:
             _current = None
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on the device, without values: a copy where that is an accelerator."""
+        """A host tensor on the device, without values. On an accelerator it is a copy."""
         fake = tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
         return fake.clone() if self.kind == "cuda" else fake
 
 
 _current: Simulation | None = None
-_thread = threading.local()  # in_host: rows are built in other threads, beside the step's operations
+_thread = threading.local()  # in_host: other threads build rows during the step's operations
 
 
 def is_simulated() -> bool:
@@ -69,7 +69,7 @@ def device_memory(device: torch.device) -> int:
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of the CUDA device for which kernels are chosen. On a machine without one: a new one's."""
+    """The compute capability of the CUDA device for which kernels are chosen; NEW on a machine without one."""
     if _current is not None:
         return _current.capability
     return _capability(device) if torch.cuda.is_available() else NEW
@@ -86,18 +86,18 @@ def _memory(device: torch.device) -> int:
 
 
 def read(values: Tensor, planned: Callable[[], Sequence[Any]]) -> list[Any]:
-    """values.tolist(), for which the host waits; in a simulation, the result of `planned`."""
+    """values.tolist(), for which the host waits. In a simulation, the result of `planned`."""
     return values.tolist() if _current is None else list(planned())
 
 
 def on_host() -> AbstractContextManager[Any]:
-    """Inside, new tensors have values in a simulation, too: torch computes the offsets of shards with them."""
+    """Inside, new tensors have values even in a simulation: torch computes the offsets of shards with them."""
     return nullcontext() if _current is None else unset_fake_temporarily()
 
 
 @contextmanager
 def host_memory() -> Iterator[None]:
-    """Inside, a simulated accelerator gets no tensors from this thread: new ones are in the memory of the host."""
+    """Inside, this thread's new tensors are in host memory, not on the simulated accelerator."""
     before, _thread.in_host = getattr(_thread, "in_host", False), True
     try:
         yield
@@ -106,10 +106,10 @@ def host_memory() -> Iterator[None]:
 
 
 def fills_host() -> bool:
-    """Whether new tensors are in the memory of the host, beside a simulated accelerator."""
+    """Whether new tensors are in host memory, not on the simulated accelerator."""
     return getattr(_thread, "in_host", False) and _current is not None and _current.kind == "cuda"
 
 
 def has_ended(work: Any) -> bool:
-    """Whether the transfer of a message has ended; always true in a simulation."""
+    """Whether the transfer of a message has ended. Always true in a simulation."""
     return _current is not None or bool(work.is_completed())

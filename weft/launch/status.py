@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 from weft.errors import ActorError, RanksDisagreeError, StorageError, UserError
 
-# peer: another rank went away; hang: another did not come, or this one made no progress.
+# peer: another rank ended; hang: another rank did not come, or this rank made no progress.
 Kind = Literal["failed", "user", "killed", "peer", "hang", "memory", "storage", "nonfinite", "disagree"]
 
 SUCCESS, FAILURE, USER_ERROR = 0, 1, 2
@@ -25,12 +25,12 @@ STATUS: dict[Kind, int] = {
     "disagree": 15,
 }
 
-# Errors of a storage that is full, read-only, broken or gone, whatever the file.
+# Errors of a storage that is full, read-only, broken or gone, for any file.
 STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 
 _OF_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES}
 
-# Words in errors without a type of their own: of gloo, c10d's store, torch's allocators, safetensors and DCP.
+# Words in errors without a separate type: of gloo, c10d's store, torch's allocators, safetensors and DCP.
 _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("memory", ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")),
     ("storage", ("no space left on device", "disk quota exceeded", "file too large", "read-only file system",
@@ -42,7 +42,7 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 def failure_kind(error: BaseException, run: str = "") -> Kind:
-    """The kind of an exception, or else of the exceptions that caused it. run: the run's folder, "" for none."""
+    """The kind of an exception, or of the exceptions that caused it. run: the run's folder, or ""."""
     if isinstance(error, UserError):
         return "storage" if isinstance(error, StorageError) else "user"
     if isinstance(error, ActorError):
@@ -59,7 +59,7 @@ def failure_kind(error: BaseException, run: str = "") -> Kind:
 
 
 def is_file_name_error(error: BaseException) -> bool:
-    """Whether the error is about a file's name alone: no file can have it, or this user may not open the file."""
+    """Whether the error depends only on a file's name: the name is invalid, or this user may not open the file."""
     return isinstance(error, OSError) and error.errno in _OF_NAMES and isinstance(error.filename, str)
 
 
@@ -81,7 +81,7 @@ def _kind_of_one(error: BaseException, run: str) -> Kind | None:
         return "memory"
     if _errno(error) in STORAGE or _lost_in_run(error, run):
         return "storage"
-    # The last resort: words of the message, but never of exceptions that Python raises for mistakes in code.
+    # The last resort: words in the message, but never in exceptions that Python raises for mistakes in code.
     if isinstance(error, RuntimeError) or names & {"SafetensorError", "CheckpointException"}:
         text = str(error).lower()
         for kind, words in _WORDS:
@@ -95,6 +95,6 @@ def _errno(error: BaseException) -> int | None:
 
 
 def _lost_in_run(error: BaseException, run: str) -> bool:
-    """Whether a file of the run cannot be opened any more: its folder was removed, or its permissions changed."""
+    """Whether a file of the run can no longer be opened: its folder was removed, or its permissions changed."""
     path = error.filename if isinstance(error, OSError) else None
     return bool(run) and isinstance(path, str) and Path(path).is_relative_to(run)

@@ -1,4 +1,5 @@
-"""Signals that ask a run to end: the launcher passes the first on to its ranks, which save; a second ends at once."""
+"""Signals that end a run. The launcher forwards the first signal to its ranks, which save. A second ends them at
+once."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ import psutil
 
 from weft.terminal import say
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: sent by SLURM before it preempts, if configured
-SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may signal several processes, which pass it on to one another
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: SLURM can send it before it preempts a job
+SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may signal several processes, which forward the signal to each other
 
 
 class SignalHandlers:
@@ -29,7 +30,7 @@ class SignalHandlers:
         self._before: dict[int, Any] = {}
 
     def first(self, number: int) -> None:
-        """Handle the first signal; `self.number` is set already."""
+        """Handle the first signal. `self.number` is already set."""
 
     def repeated(self, number: int) -> None:
         """Handle a later signal: end this process as if there were no handler."""
@@ -56,7 +57,7 @@ class SignalHandlers:
 
 
 def announce_ending_signal() -> None:
-    """Install handlers that print which signal ended the process; for a process that has nothing to save."""
+    """Install handlers that print the signal that ended the process, for a process that has nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:
         os.write(sys.stderr.fileno(), f"stopped by {signal.Signals(number).name}\n".encode())
@@ -67,11 +68,11 @@ def announce_ending_signal() -> None:
 
 
 class StopSignals(SignalHandlers):
-    """The handlers of a rank, whose loop polls `number` between steps. promise: what the loop will do after a signal;
-    printed at once.
+    """The handlers of a rank, whose loop polls `number` between steps. promise: the loop's reaction to a signal, which
+    is printed at once.
 
-    Only Python's main thread can handle signals. In another thread, `with` gives the instance that the main thread
-    entered, if any.
+    Only Python's main thread can handle signals. In another thread, `with` returns the instance that the main thread
+    entered, if there is one.
     """
 
     _listening: ClassVar[StopSignals | None] = None
@@ -81,7 +82,7 @@ class StopSignals(SignalHandlers):
         self.promise = promise
 
     def first(self, number: int) -> None:
-        # Not through a stream: streams are not reentrant, and the signal may have come during a write.
+        # Not through a stream: streams are not reentrant, and the signal may have arrived during a write.
         if self.promise:
             text = (
                 f"\nstopping {signal.Signals(number).name}: {self.promise}; a second signal ends it at once, unsaved\n"
@@ -108,8 +109,8 @@ class StopSignals(SignalHandlers):
 
 
 def request_stop(number: signal.Signals) -> bool:
-    """Sends this process a signal, unless it has received one already: a second would end it unsaved. Returns whether
-    the signal was sent."""
+    """Send this process a signal, unless it has already received one: a second signal would end it without saving.
+    Returns whether the signal was sent."""
     listening = StopSignals._listening
     if listening is not None and listening.number:
         return False

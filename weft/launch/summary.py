@@ -21,7 +21,7 @@ _NUM_VALUES = 10
 
 
 class Phases:
-    """Seconds by phase: `with phases("load"): ...`. The time of a nested phase counts in both."""
+    """Seconds by phase: `with phases("load"): ...`. The time of a nested phase counts in both phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -77,14 +77,14 @@ class RunSummary:
         self.add_evaluation(line)
 
     def add_evaluation(self, line: Mapping[str, object]) -> None:
-        """Keep the `eval/...` metrics of a line, if it has any."""
+        """Store the `eval/...` metrics of a line, if it has any."""
         figures = {name: value for name, value in line.items() if name.startswith("eval/")}
         if figures:
             self.last_evaluation = {"step": line.get("step"), **plain(figures)}
             self.first_evaluation = self.first_evaluation or self.last_evaluation
 
     def counts(self) -> dict[str, Any]:
-        """The accumulated state, for JSON; `restore` restores it."""
+        """The accumulated state, for JSON. `restore` reads it."""
         excluded = ("model", "data")
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in excluded}
         return {name: list(value) if isinstance(value, deque) else value for name, value in values.items()}
@@ -142,7 +142,7 @@ class RunSummary:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of weft and of the libraries that its numbers depend on."""
+    """Versions of weft and of the libraries on which its numbers depend."""
     return {"weft": __version__} | {name: installed_version(name) or None for name in TESTED}
 
 

@@ -1,12 +1,12 @@
 """Seconds of a step by phase: data, forward, backward, communication, optimizer.
 
-The flight record (flight.py) marks where a phase begins. Times are from the host's clock or, on CUDA, from events on
-the main stream, which are read after the step, so that nothing waits for the device in between. The seconds add up to
-the step's: work that is hidden behind other work (a gather ahead of its layer, rows built while the device computes)
+The flight record (flight.py) marks the beginning of each phase. Times come from the host's clock or, on CUDA, from
+events on the main stream. Events are read after the step, so that nothing waits for the device during it. The seconds
+add up to the step's: work that overlaps with other work (a gather before its layer, rows built during device compute)
 does not appear.
 
-`waiting()` marks that this thread waits in a collective: communication that nothing hides, in whichever phase. On CUDA
-a collective holds up a stream and not this thread, so that communication counts in its phase there.
+`waiting()` marks that this thread waits in a collective. This is communication that does not overlap, in any phase. On
+CUDA a collective delays a stream and not this thread, so communication counts in its phase there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PHASES = {
     "plan": "data", "rows": "data", "count": "forward", "forward": "forward", "backward": "backward",
     "reduce": "backward", "optimizer": "optimizer",
-    "logprobs": "forward", "evaluate": "forward", "readout": "forward",  # what a recipe reads before its step
+    "logprobs": "forward", "evaluate": "forward", "readout": "forward",  # forwards that a recipe runs before its step
 }  # fmt: skip
 FIRST = "plan"
 METRICS = ("data", "forward", "backward", "communication", "optimizer")
@@ -34,7 +34,7 @@ METRICS = ("data", "forward", "backward", "communication", "optimizer")
 
 class StepTimes:
     """Measures phases by listening to the flight record between `open` and `close`. The metric `communication` is null
-    where it cannot be measured."""
+    if it cannot be measured."""
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._cuda = device.type == "cuda"
@@ -43,7 +43,7 @@ class StepTimes:
         self._waits: list[tuple[str, float]] = []
 
     def open(self) -> StepTimes:
-        """Begin to listen, until `close`. Returns itself."""
+        """Begin to listen, until `close`. Returns this object."""
         global _open
         flight.recorder.listeners.append(self._on_phase)
         _open = self

@@ -1,7 +1,7 @@
-"""Ends a rank that makes no progress: outside of collectives nothing else would notice.
+"""Ends a rank that makes no progress outside of collectives, where nothing else would detect it.
 
-A thread of each rank reads the rank's own flight record. Collectives have their own timeout, which expires first: ranks
-that wait in one know which rank did not come.
+A thread of each rank reads the rank's flight record. Collectives have a separate timeout, which expires first: ranks
+that wait in a collective can name the rank that did not come.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from weft.launch import flight
 
 STACKS = "stacks"  # of ranks, in the launcher's scratch folder
-# Seconds, and share of the limit, by which the watchdogs of several ranks stay behind the timeout of collectives.
+# Seconds, and share of the limit, that the watchdogs of several ranks wait longer than the timeout of collectives.
 BEHIND_SECONDS, BEHIND_SHARE = 2.0, 0.1
 _TICK = 0.5
 
 
 class SuspensionClock:
-    """Time in which this process did not run, because it was stopped or its machine slept. It does not count as a
-    hang."""
+    """Measures the time in which this process did not run, because it was stopped or its machine was suspended. That
+    time does not count as a hang."""
 
     def __init__(self, tick: float) -> None:
         self._tick, self._last = tick, time.monotonic()
@@ -43,7 +43,7 @@ class SuspensionClock:
 
 @contextmanager
 def periodically(look: Callable[[float], None], interval: float, name: str) -> Iterator[None]:
-    """A thread that calls look(frozen seconds so far) every `interval` seconds."""
+    """Run a thread that calls look(frozen seconds so far) every `interval` seconds."""
     over, frozen = threading.Event(), SuspensionClock(interval)
 
     def loop() -> None:
@@ -64,7 +64,7 @@ OnHang = Callable[[str, str], None]
 
 @contextmanager
 def watched(on_hang: OnHang) -> Iterator[None]:
-    """Call on_hang(what, stack of the main thread) in a thread if this rank shows no progress for too long."""
+    """In a thread, call on_hang(message, stack of the main thread) if this rank makes no progress for too long."""
     over = threading.Event()
     _start(on_hang, over)
     try:
@@ -74,7 +74,7 @@ def watched(on_hang: OnHang) -> Iterator[None]:
 
 
 def watch_for_ever(on_hang: OnHang) -> None:
-    """As `watched`, for the life of the process."""
+    """Like `watched`, until the process ends."""
     _start(on_hang, threading.Event())
 
 
@@ -104,27 +104,27 @@ def _watch(on_hang: OnHang, over: threading.Event) -> None:
 def write_stacks_to(path: Path) -> None:
     """Write the stacks of all threads to `path` on SIGUSR2, and when the process crashes in native code.
 
-    faulthandler needs no lock of the interpreter, so that this works wherever a rank hangs.
+    faulthandler does not need the interpreter's lock, so this works wherever a rank hangs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w")  # stays open for the life of the process
+    file = path.open("w")  # stays open until the process ends
     faulthandler.enable(file)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR2, file)
 
 
 def main_stack(text: str) -> list[str]:
-    """The main thread's calls in a file of write_stacks_to, innermost first; the last dump counts."""
+    """The main thread's calls in a file of write_stacks_to, innermost first. The last dump counts."""
     threads = [block.strip().splitlines() for block in text.replace("\nThread", "\n\nThread").split("\n\n")]
     mains = [lines for lines in threads if lines and lines[-1].rstrip().endswith("in <module>")]
     return [line.strip() for line in mains[-1] if line.strip().startswith("File ")] if mains else []
 
 
-# Files in which a rank waits for others. On CUDA, the host notices a hanging collective where it next waits for the
-# device: for numbers, an event, or all queued work.
+# Files in which a rank waits for others. On CUDA, the host detects a hanging collective at the next point where it
+# waits for the device: for numbers, an event, or all queued work.
 _WAITING = ("/torch/distributed/", "/weft/launch/simulated.py", "/torch/cuda/__init__.py", "/torch/cuda/streams.py")
 
 
 def in_collective(stack: list[str]) -> bool:
-    """Whether a stack, innermost call first, is inside a collective, or waits for the device that runs it."""
+    """Whether a stack, innermost call first, is inside a collective, or waits for the device that runs one."""
     return bool(stack) and any(file in stack[0] for file in _WAITING)
