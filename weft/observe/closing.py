@@ -41,7 +41,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         texts = []
         for figures in (first, last):
             text = number(figures.get("eval/loss"), ".4f")
-            if "eval/loss" not in figures and "eval/accuracy" in figures:  # of reinforcement learning
+            if "eval/loss" not in figures and "eval/accuracy" in figures:  # reinforcement learning
                 text = f"accuracy {figures['eval/accuracy']:.1%}"
             texts.append(f"{text} (step {figures['step']})")
         line = f"held out {' -> '.join(dict.fromkeys(texts))}"
@@ -69,21 +69,21 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         commands = list[str]()
         if scores and len(config.get("id2label") or (0, 1)) == 1:  # transformers' default is two labels
             reward = override("rl.reward", [f"model:{summary['saved']}"])
-            commands.append(f"weft rl ... {reward}  a policy that it rewards")
+            commands.append(f"weft rl ... {reward}  train a policy on its rewards")
         elif not scores and "_CLS" not in str(adapter.get("task_type")):
-            commands.append(f"weft chat {run}      talk to it")
+            commands.append(f"weft chat {run}      chat with it")
         if adapter:
-            commands.append(f"weft merge {run}{' --output merged' * remote}     a model of base and adapter")
+            commands.append(f"weft merge {run}{' --output merged' * remote}     merge the adapter into its base")
         commands.append(f"weft report {run}    curves, phases and config on one page")
         if rewards:
-            commands.append(f"weft rollouts {run}  what was sampled, and how it was rewarded")
+            commands.append(f"weft rollouts {run}  samples and their rewards")
         lines += [f"{'' if number else 'next':9}{command}" for number, command in enumerate(commands)]
     return lines
 
 
 def _from_to(first: Sequence[float], last: Sequence[float], has_means: bool, steps: str) -> str:
-    """Describes a metric at the beginning and the end of a run: by means over the steps if `has_means`, else by the
-    first and the last value."""
+    """Describes a metric at the beginning and the end of a run: by means over the steps if `has_means`, otherwise by
+    the first and the last value."""
     if has_means:
         means = [number(sum(values) / len(values), ".4f") for values in (first, last)]
         return f"{means[0]} -> {means[1]} (means of the first and the last {len(last)} {steps})"
@@ -100,6 +100,6 @@ def say_finished(folder: Path, step: int, steps: int, stopped_by: str | None, ra
     if not ranks.is_first:
         return
     if step == steps:
-        say(f"{folder} has finished already: step {steps} of {steps}. {advice}".rstrip())
+        say(f"{folder} has already finished: step {steps} of {steps}. {advice}".rstrip())
     else:
-        say(f"{folder} was ended by {stopped_by} after step {step} of {steps}. Set another {stopped_by} to go on.")
+        say(f"{stopped_by} ended {folder} after step {step} of {steps}. Set another {stopped_by} to continue.")

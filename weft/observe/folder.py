@@ -34,8 +34,8 @@ AnyConfig = SftConfig | RlConfig
 
 @contextmanager
 def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Iterator[Path]:
-    """Creates or re-enters RUN and locks it on the first rank. Yields the path, which all ranks agree on, after a check
-    that they share the folder. Raises UserError on every rank. Collective."""
+    """Creates or re-enters RUN and locks it on the first rank. Yields the path, which is equal on all ranks. Raises
+    UserError on every rank if the ranks do not share the folder. Collective."""
     run_lock: RunLock | None = None
     answer: list[str | None] = [None, None, None]
     if ranks.is_first:
@@ -111,8 +111,8 @@ def write_config(config: AnyConfig, folder: Path) -> None:
 
 
 def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
-    """Writes RUN/bad_rows.jsonl, one line for each row that data.bad_rows=drop left out; removes the file if there are
-    none. bad: (source, error) of each row."""
+    """Writes RUN/bad_rows.jsonl, one line for each row that data.bad_rows=drop omitted. If there are none, removes the
+    file. bad: (source, error) of each row."""
     path = folder / "bad_rows.jsonl"
     if not bad:
         path.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
 def cut_lines(path: Path, after: int) -> int:
     """Moves the lines of steps after `after` from NAME.jsonl to NAME.dropped.jsonl; returns their number.
 
-    An incomplete last line is moved, too. With after=0 every line is moved, even that of step 0.
+    An incomplete last line is also moved. With after=0 every line is moved, even that of step 0.
     """
     if not path.exists():
         return 0
@@ -160,12 +160,13 @@ def default_folder(model: str) -> Path:
 
 
 def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
-    """Creates run.dir, or runs/NAME-DATE if it is null. Raises UserError if it holds a run and run.overwrite is off."""
+    """Creates run.dir, or runs/NAME-DATE if it is null. Raises UserError if it contains a run and run.overwrite is
+    off."""
     folder = default_folder(model) if run.dir is None else Path(run.dir)
     if _holds_a_run(folder) and not run.overwrite:
         raise UserError(
-            f"run.dir: {folder} holds a run already. Set run.dir to another folder, set run.overwrite=true to remove "
-            f"that run, or resume it: weft {command} --resume {folder}"
+            f"run.dir: {folder} already contains a run. Set run.dir to another folder, set run.overwrite=true to "
+            f"remove that run, or resume it: weft {command} --resume {folder}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -181,14 +182,14 @@ _RUN_FILES = (
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Whether a folder has results of a run; a run that failed before its first step left none."""
+    """Whether a folder has results of a run. A run that failed before its first step left none."""
     results = (folder / name for name in ("metrics.jsonl", "checkpoints", "rollouts"))
     return any((path.is_file() and path.stat().st_size) or (path.is_dir() and any(path.iterdir())) for path in results)
 
 
 def _lock(folder: Path, token: str) -> TextIO:
-    """Takes the lock of RUN/lock. The kernel releases it when the process ends, even by a crash, so an old file is
-    harmless. Raises UserError if another process holds it."""
+    """Acquires the lock of RUN/lock. The kernel releases it when the process ends, even by a crash, so an old file is
+    harmless. Raises UserError if another process holds the lock."""
     path = folder / LOCK
     while True:
         stream = path.open("a+", encoding="utf-8")

@@ -17,7 +17,7 @@ from weft.errors import UserError
 from weft.files import read_object
 
 _ADAPTER = "adapter_config.json"
-# Keys of a run's config that decide how rows become documents, prompts and rewards, and how these are computed.
+# Keys of a run's config that determine documents, prompts and rewards, and how the model computes them.
 _OTHER_DATA = ("path", "sources", "split", "subset", "columns", "shuffle", "chat_template", "workers", "cache")
 _COPIED: dict[str, tuple[str, ...]] = {
     "step": ("max_tokens_per_device",),
@@ -36,13 +36,17 @@ _COPIED: dict[str, tuple[str, ...]] = {
 def measured_config(path: str, words: Sequence[str], step: int | None = None) -> SftConfig | RlConfig:
     """The config that measures a model. path: a run folder (its newest checkpoint, or that of `step`), a checkpoint, a
     model or adapter directory, or a hub id. words: the path of the data, and overrides. With a section `rl`, here or in
-    the run's config, answers are rewarded, with `preference` compared, with `reward` scored; else documents have a
-    loss. Raises UserError."""
+    the run's config, answers are rewarded; with `preference` they are compared, with `reward` they are scored;
+    otherwise the loss of documents is measured. Raises UserError."""
     data = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in data]
     named = {word.partition("=")[0] for word in overrides}
     if len(data) != 1 and not (not data and named & {"data.path", "data.sources"}):
-        problem = "name the data" if not data else f"{data[1]} is a second file: name one, or a pattern in quotes"
+        problem = (
+            "the path of the data is missing"
+            if not data
+            else f"{data[1]} is a second file: write one path or a quoted pattern"
+        )
         raise UserError(f"weft eval: {problem}, as in weft eval {path} held_out.jsonl [section.key=value ...].")
     run, checkpoint = _find_weights(Path(path), step)
     sections = {} if run is None else plain_sections(read_config_file(str(run / "config.yaml")))
@@ -54,7 +58,7 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
         base_model = read_object(checkpoint / _ADAPTER, "the config of an adapter").get("base_model_name_or_path")
         model = written.get("model", {}).get("path") or base_model
         if not isinstance(model, str):
-            raise UserError(f"{checkpoint}: its adapter_config.json names no base model: set model.path=BASE.")
+            raise UserError(f"{checkpoint}: its adapter_config.json has no name of a base model: set model.path=BASE.")
         base["model"], base["lora"] = {"path": model}, {"path": str(checkpoint)}
         template = written.get("data", {}).get("chat_template")  # a whole model's checkpoint has it in its tokenizer
         base["data"] |= {} if template is None else {"chat_template": template}
@@ -88,7 +92,9 @@ def _find_weights(path: Path, step: int | None) -> tuple[Path | None, Path | Non
             raise UserError(f"{path} has no complete checkpoint yet: wait for the first, or lower checkpoint.every.")
         return run, chosen_step(path / "checkpoints", path, steps[-1] if step is None else step)
     if step is not None:
-        raise UserError(f"--step {step} selects a checkpoint of a run folder, but {path} is no run folder: omit it.")
+        raise UserError(
+            f"--step {step} selects a checkpoint of a run folder, but {path} is not a run folder: remove --step."
+        )
     return run, path if path.is_dir() else None
 
 

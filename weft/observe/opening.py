@@ -63,9 +63,9 @@ from weft.terminal import Console, byte_count, clean, count, counted, say, say_f
 from weft.versions import untested_versions
 
 _TIMED_BYTES = 100 << 20
-_FEW_STEPS = 20  # fewer optimizer steps than this, where nobody chose their number, are pointed out
+_FEW_STEPS = 20  # below this number of optimizer steps, if the user did not set it, a hint is printed
 _SMALL_STEP = 4  # documents or prompts; gradients of fewer are mostly noise
-# Lines of the model that --quiet leaves, and lines that only --verbose prints; RUN/opening.txt has all.
+# Lines about the model that --quiet prints, and lines that only --verbose prints. RUN/opening.txt has all.
 _ESSENTIAL = ("model ", "update ", "lora ", "hint ", "warning ")
 _DETAILS = ("weights ", "layout ", "checked ", "fsdp ", "host ")
 OPENING = "opening.txt"
@@ -74,13 +74,13 @@ _COMPARED = "checked on a small copy: log-probabilities and gradients equal thos
 
 @dataclass(frozen=True)
 class ModelOpening:
-    """What a run says of its model and mesh. Both are sent between processes."""
+    """The lines of a run about its model and mesh. They are sent between processes."""
 
     lines: Sequence[str]
     tables: Sequence[Table] = ()
 
     def followed_by(self, lines: Iterable[str]) -> ModelOpening:
-        """The same with further lines."""
+        """The same lines, followed by others."""
         return replace(self, lines=[*self.lines, *lines])
 
 
@@ -93,8 +93,8 @@ def print_opening(
     notes: Sequence[str] = (),
     detail: Detail = "normal",
 ) -> None:
-    """Prints what a user needs to know before a long run. notes: further lines about the data, and about a resumed
-    run."""
+    """Prints the information that a user needs before a long run. notes: further lines about the data, and about a
+    resumed run."""
     if not engine.ranks.is_first:
         return
     lines = [f"run      {folder}", f"data     {report}"]
@@ -108,17 +108,19 @@ def print_opening(
             speed = loaded.bytes_read / max(loaded.seconds, 1e-9) / 1e9
             text += f" in {loaded.seconds:.1f} s ({speed:.2f} GB/s)"
         if loaded.left_out:
-            text += f"; left out, not part of this model: {len(loaded.left_out)} ({loaded.left_out[0]}, ...)"
+            text += f"; {len(loaded.left_out)} not read, as this model has no such tensors ({loaded.left_out[0]}, ...)"
         if loaded.drafts:
-            text += f"; {counted(len(loaded.drafts), 'tensor')} of draft layers are copied into exports, untrained"
+            text += (
+                f"; {counted(len(loaded.drafts), 'tensor')} of draft layers are copied into exports without training"
+            )
         elif layers := hf.draft_layers(engine.built.config):
-            text += f"; the config has {counted(layers, 'draft layer')}, but the files hold none"
+            text += f"; the config has {counted(layers, 'draft layer')}, but the files contain none"
         model = replace(model, lines=[text, *model.lines])
     show_opening([*lines, *notes], model, folder, detail)
 
 
 def show_opening(lines: Sequence[str], model: ModelOpening, folder: Path, detail: Detail) -> None:
-    """Prints an opening, and appends all of it to RUN/opening.txt. lines: about the run, which are always printed."""
+    """Prints an opening, and appends all of it to RUN/opening.txt. lines: about the run; they are always printed."""
     page = io.StringIO()
     for table in model.tables:
         show(table, Console(file=page))
@@ -139,8 +141,8 @@ def show_opening(lines: Sequence[str], model: ModelOpening, folder: Path, detail
 
 
 def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int, unit: str = "documents") -> list[str]:
-    """Lines about the length of a run, with advice if it has few steps and train.steps does not say so. documents: of
-    an epoch. in_epoch: optimizer steps of the first epoch. unit: as in DataReport."""
+    """Lines about the length of a run, with advice if it has few steps and the user did not set train.steps. documents:
+    number in an epoch. in_epoch: optimizer steps of the first epoch. unit: as in DataReport."""
     step, epochs, document = config.step, config.train.epochs, unit.removesuffix("s")
     size = f"up to {step.tokens:,} tokens" if step.tokens is not None else counted(step.documents or 0, document)
     number = f"{'about ' * (step.tokens is not None)}{in_epoch:,}"
@@ -150,19 +152,19 @@ def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int, un
         epochs_text = (
             f"; {counted(epochs, 'epoch')} of {counted(documents, document)}{f', {number} each' * (epochs > 1)}"
         )
-    lines = [f"steps    {counted(steps, 'optimizer step')} in all, of {size}{epochs_text}"]
+    lines = [f"steps    {counted(steps, 'optimizer step')} of {size}{epochs_text}"]
     if epochs is None or steps >= _FEW_STEPS:
         return lines
     fewer = max(_SMALL_STEP, documents * epochs // (2 * _FEW_STEPS))
     smaller = f"step.documents={fewer}" if step.tokens is None else f"step.tokens={max(2, step.tokens // 4)}"
     makes = "makes smaller steps and more of them" if fewer < min(step.documents or documents, documents) else ""
-    longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // steps)} goes through the data more often"
+    longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // steps)} repeats the data more often"
     advice = f"{smaller} {makes}, {longer}" if makes else longer
     return [*lines, f"hint     {counted(steps, 'optimizer step')} in all may be too few: {advice}"]
 
 
 def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str]:
-    """Advice if a run of weft rl has few rollout steps and train.steps does not say so. prompts: of an epoch."""
+    """Advice if a run of weft rl has few rollout steps and train.steps is not set. prompts: number in an epoch."""
     epochs = config.train.epochs
     if epochs is None or rollouts >= _FEW_STEPS:
         return []
@@ -172,7 +174,7 @@ def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str
         if fewer < min(config.rl.prompts_per_step, prompts)
         else ""
     )
-    longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // max(1, rollouts))} goes through the prompts more often"
+    longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // max(1, rollouts))} repeats the prompts more often"
     return [f"hint     {counted(rollouts, 'rollout step')} in all may be too few: {smaller}{longer}"]
 
 
@@ -186,7 +188,7 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
     folder = Path(config.model.path)
     pretrained = config.model.init == "pretrained" and config.model.dcp_weights is None
     if pretrained and folder.is_dir() and not holds_weights(folder):
-        say(f"weights  there are none in {folder} yet: download them before you train")
+        say(f"weights  {folder} contains no weights yet: download them before training")
     model = model_opening(config, engine)
     say_folded(model.lines)
     for table in model.tables:
@@ -197,7 +199,7 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
 
 
 def _activations(engine: Engine) -> str:
-    """Describes the activations that the largest row keeps for backward."""
+    """Describes the activations that the largest row stores for backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
     activations = Activations.of(engine.config)
     bound = "at most " if engine.lora is not None or model.freeze else ""
@@ -206,9 +208,9 @@ def _activations(engine: Engine) -> str:
         saved = saved_of(
             engine.config, engine.built, engine.mesh, cut, engine.precision, sequence=engine.divided.sequence
         )
-    except Exception as error:  # of any type: some families need real values, and only shapes are computed here
+    except Exception as error:  # of any type: some families need real values, but here tensors have only shapes
         return (
-            f"of {tokens:,} tokens: the memory that they keep for backward is not known before they run "
+            f"of {tokens:,} tokens: the memory that they need for backward is unknown before they run "
             f"({type(error).__name__})"
         )
     of_stage = ""
@@ -223,16 +225,16 @@ def _activations(engine: Engine) -> str:
     size = saved.bytes(tokens, activations, layers, share)
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
-        f"of {tokens:,} tokens{row} keep{of_stage} {bound}{byte_count(size)} for backward "
-        f"(model.recompute={activations.recompute or 'none'}), counted from shapes, without the head and masks"
+        f"of {tokens:,} tokens{row} need{of_stage} {bound}{byte_count(size)} for backward "
+        f"(model.recompute={activations.recompute or 'none'}), computed from shapes, without the head and masks"
     )
 
 
 def model_opening(
     config: SftConfig | RlConfig, engine: Engine, other_engines: Sequence[Engine] = (), asleep: Sequence[Part] = ()
 ) -> ModelOpening:
-    """The model, its sharding and memory. other_engines: on the same ranks. asleep: the parts of all engines that
-    sleep at times (engine/sleep.py)."""
+    """The model, its sharding and memory. other_engines: on the same ranks. asleep: the parts of all engines that are
+    sometimes offloaded (engine/sleep.py)."""
     named = engine.module.named_parameters(remove_duplicate=False)
     tables = [
         mesh_table(axis_rows(engine)),
@@ -270,7 +272,7 @@ def _model_lines(
             yield f"warning  {limits}"
     notes = ""
     if built.layout == "packed" and ranks.assumed is not None:
-        notes = "".join(f"{name} document by document; " for name in built.support.mixers)
+        notes = "".join(f"{name} processes each document separately; " for name in built.support.mixers)
     elif built.layout == "packed":
         mixers = {type(entry.mixer).__name__: entry.mixer for entry in engine.module.mixers.values()}
         for name, mixer in sorted(mixers.items()):
@@ -279,12 +281,12 @@ def _model_lines(
     if mesh.cp_size > 1:
         context, row_tokens = engine.context, engine.config.step.max_tokens_per_device
         if context is None:
-            yield "cp       documents of this model are not cut on this mesh: each runs on one of these ranks"
+            yield "cp       documents of this model are not split on this mesh: each document is on one of these ranks"
         else:
             parts = {"ring": context.ring_size, "ulysses": context.ulysses_size}
             how = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
             yield (
-                f"cp       documents{' of text' * _takes_images(engine)} longer than {row_tokens:,} tokens are cut "
+                f"cp       documents{' of text' * _takes_images(engine)} longer than {row_tokens:,} tokens are split "
                 f"over up to {context.size} ranks ({how}); shorter ones send nothing; {_COMPARED}"
             )
     if engine.pipeline is not None:
@@ -294,19 +296,19 @@ def _model_lines(
             type(mixer.mixer).__name__: None for mixer in engine.module.mixers.values() if mixer.shard is None
         }
         notes = "".join(f"{name} replicated, because its heads do not divide evenly; " for name in replicated)
-        yield f"tp       layers divided over {mesh.tp_size} ranks; {notes}{_COMPARED}"
+        yield f"tp       layers split over {mesh.tp_size} ranks; {notes}{_COMPARED}"
     yield (
         f"checked  on a small copy ({built.support.copy}): logits within {built.support.error:.0e} of HuggingFace's "
         f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
     )
     yield from vision_lines(engine, elements, config.data.image_pixels)
     if built.flops.expert:
-        scope = {"document": "each document", "step": "the whole step"}.get(engine.config.model.router_aux_loss)
+        scope = {"document": "each document", "step": "the complete step"}.get(engine.config.model.router_aux_loss)
         balance = "no auxiliary loss" if scope is None else f"auxiliary loss of {scope} x {engine.balance:g}"
         yield f"experts  {balance} (model.router_aux_loss); dropout and router jitter are 0"
     if noise := hf.noise_of(hf.read_config(built.path)):
         named = ", ".join(dict.fromkeys(f"{name} {value:g}" for _, name, value in noise))
-        yield f"dropout  {named} of config.json: 0 in training, as dropout and router jitter always are"
+        yield f"dropout  {named} of config.json: 0 in training, like all dropout and router jitter"
     begins = engine.optimizer is not None and engine.loaded is not None
     yield from state_lines(engine.built.load, engine.config.optimizer) if begins else ()
     for line in describe_adapters(engine.lora, engine.module, elements) if engine.lora is not None else ():
@@ -337,7 +339,7 @@ def _model_lines(
 
 
 def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Sequence[Part]) -> str:
-    """Describes the host memory of a rank's engines while a checkpoint is written, or while parts sleep."""
+    """Describes the host memory of a rank's engines while a checkpoint is written, or while parts are offloaded."""
     state = config.checkpoint.trainer_state != "none"
     needs = []
     for engine in engines:
@@ -348,8 +350,8 @@ def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Seque
     size, ranks = host_bytes(needs), engines[0].ranks
     short = host_shortage(size, ranks.world) if pinned and ranks.assumed is None and ranks.simulated is None else ""
     return (
-        f"{byte_count(size)} of {'pinned ' if pinned else ''}host memory a rank for checkpoint copies"
-        f"{' or for parts that sleep' if asleep else ''}{short}"
+        f"{byte_count(size)} of {'pinned ' if pinned else ''}host memory per rank for checkpoint copies"
+        f"{' or for offloaded parts' if asleep else ''}{short}"
     )
 
 
@@ -366,7 +368,7 @@ def fsdp_line(engine: Engine) -> str:
         f"prefetch {prefetch}",
     ]
     if config.cpu_offload == "optimizer":
-        texts.append("masters, gradients and optimizer state on the host")
+        texts.append("master weights, gradients and optimizer state on the host")
     elif config.cpu_offload:
         texts.append("parameters, gradients and optimizer state on the host")
     if engine.loss_scale is not None:
@@ -375,11 +377,11 @@ def fsdp_line(engine: Engine) -> str:
 
 
 def update_lines(config: SftConfig | RlConfig) -> list[str]:
-    """Lines about the optimizer, its learning rate and which keys have their defaults, and about the average of the
+    """Lines about the optimizer, its learning rate and the keys with default values, and about the average of the
     weights if there is one."""
     optimizer, schedule, lines = config.optimizer, config.schedule, []
     options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
-    stepping = "" if optimizer.name in BUILT_IN_OPTIMIZERS else "; each rank steps its own shards"
+    stepping = "" if optimizer.name in BUILT_IN_OPTIMIZERS else "; each rank updates its shards"
     by_command: dict[str, list[str]] = {}
     for name in ("optimizer.lr", "optimizer.weight_decay", "schedule.name"):
         if command := default_of_command(config, name):
@@ -391,7 +393,7 @@ def update_lines(config: SftConfig | RlConfig) -> list[str]:
     )
     if optimizer.ema_decay is not None:
         lines.append(
-            f"average  of the weights, decay {optimizer.ema_decay:g}; the HuggingFace directory of a checkpoint holds "
+            f"average  of the weights, decay {optimizer.ema_decay:g}; the HuggingFace directory of a checkpoint has "
             f"{'the average' if config.checkpoint.weights == 'ema' else 'the raw weights'} (checkpoint.weights)"
         )
     return lines
@@ -399,7 +401,7 @@ def update_lines(config: SftConfig | RlConfig) -> list[str]:
 
 def _attention(engine: Engine) -> str:
     if not engine.built.uses_bounds:
-        return "attention of the family's own, eager" if engine.built.support.attends else "no attention"
+        return "the family's own attention, eager" if engine.built.support.attends else "no attention"
     if engine.config.exact:
         return f"attention kernel {EXACT}"
     kernels = attention_kernels(engine)
@@ -408,7 +410,7 @@ def _attention(engine: Engine) -> str:
 
 def _stages(engine: Engine, pipeline: Pipeline) -> str:
     """Describes the layers of each rank of mesh.pp: `2 stages of layers: 0 to 13 (310,000,000 parameters), 14 to 27
-    (...); ...`, or with several stages a rank `4 stages of layers on 2 ranks: 0 to 6 and 14 to 20 (...), ...`."""
+    (...); ...`. With several stages per rank: `4 stages of layers on 2 ranks: 0 to 6 and 14 to 20 (...), ...`."""
     texts, elements, placement = [], elements_by_name(engine), pipeline.placement
     for rank in range(placement.ranks):
         num_elements = sum(count for name, count in elements.items() if rank in pipeline.holders[name])
@@ -423,13 +425,13 @@ def _stages(engine: Engine, pipeline: Pipeline) -> str:
 
 
 def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
-    """Advice if a step has too few micro-batches to keep all pipeline stages busy; else empty."""
+    """Advice if a step has too few micro-batches to keep all pipeline stages busy; otherwise empty."""
     pp, micro_batches = engine.mesh.pp_size, plan.micro_batches
     if pp == 1 or micro_batches >= 2 * pp:
         return []
     return [
         f"hint     {counted(micro_batches, 'micro-batch')} for {pp} stages (mesh.pp): they wait for "
-        f"each other in {engine.bubble(plan):.0%} of such a step. {2 * pp} micro-batches or more are good: put more "
+        f"each other in {engine.bubble(plan):.0%} of such a step. Use {2 * pp} micro-batches or more: put more "
         "documents or tokens in a step, or lower step.max_tokens_per_device."
     ]
 
@@ -440,11 +442,11 @@ def _takes_images(engine: Engine) -> bool:
 
 def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[str, int]) -> list[str]:
     """Lines about a vision model: its parts, and the size of an image; empty for other models. elements: parameter ->
-    its elements over all ranks. pixels: data.image_pixels."""
+    number of its elements over all ranks. pixels: data.image_pixels."""
     if not vision_parts(engine.module.base, engine.module.facts):
         return []
     refusal = engine.built.support.images
-    parts = []  # by their names in model.freeze
+    parts = []  # with their names in model.freeze
     for preset in PRESETS:
         patterns = resolved(engine.module, [preset])
         parameters = {
@@ -452,7 +454,7 @@ def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[st
         }
         size = sum(elements[n] for n in parameters)
         trained = sum(elements[n] for n, p in parameters.items() if p.requires_grad)
-        state = {0: "frozen", size: "trained"}.get(trained, f"{count(trained)} of it trained")
+        state = {0: "frozen", size: "trained"}.get(trained, f"{count(trained)} parameters trained")
         parts.append(f"{preset} {count(size)} {state}")
     images = f"refused, because {refusal}" if refusal else _image_size(engine, pixels)
     return [f"parts    {', '.join(parts)} (model.freeze)", f"images   {images}"]
@@ -462,11 +464,9 @@ def _image_size(engine: Engine, pixels: Mapping[str, int]) -> str:
     """Describes how much of a row a document with images takes, and the largest image if the config limits its size."""
     vision, row_tokens = engine.built.vision, engine.config.step.max_tokens_per_device
     ranks = engine.planner.image_room.ranks
-    limit = f"a document with images is not cut, and has to fit a row of {row_tokens:,} tokens"
+    limit = f"a document with images is not split, and must fit a row of {row_tokens:,} tokens"
     if ranks > 1:
-        limit = (
-            f"a document with images has to fit {ranks} rows of {row_tokens:,} tokens, over which it is cut (mesh.cp)"
-        )
+        limit = f"a document with images is split (mesh.cp), and must fit {ranks} rows of {row_tokens:,} tokens"
     if vision is None or "max" not in pixels or "image_grid_thw" not in vision.smallest:
         return limit
     merge = int(vision.smallest["image_grid_thw"][0, 1])

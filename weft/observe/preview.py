@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 _BARS = 12
 _WIDTH = 40
-_MOST_TOKENS = 400  # of a document that is shown whole
-# Tokens that are shown of a longer one: at its beginning, on both sides of a trained part, at both ends of that part.
+_MOST_TOKENS = 400  # of a document that is shown completely
+# Tokens that are shown of a longer document: at its beginning, and inside and outside both ends of a trained part.
 _FIRST, _AROUND, _TRAINED = 60, 30, (150, 50)
 _MOST_BAD = 20  # errors of bad rows that are listed
-_LOCATED = re.compile(r"(.+?(?::\d+|\[\d+\])): (.*)", re.DOTALL)  # file:line or file[row], and what is wrong there
+_LOCATED = re.compile(r"(.+?(?::\d+|\[\d+\])): (.*)", re.DOTALL)  # file:line or file[row], and the problem
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
-# Enclose trained text if the console has no colours.
+# Marks around trained text if the console has no colours.
 _MARKS = ("\u00bb", "\u00ab")
 
 
 @dataclass(frozen=True, slots=True)
 class SampledPart:
     """A part of a source. blocks: the blocks that were read; None for all. formats: number of documents by format.
-    taken: the share of the part's bytes that was read."""
+    share: share of the part's bytes that was read."""
 
     source: DataSource
     part: SourcePart
@@ -57,7 +57,7 @@ class SampledPart:
 
 @dataclass(frozen=True, slots=True)
 class TokenisedPart:
-    """A tokenised part of a source. taken: the share of the part's bytes that was read."""
+    """A tokenised part of a source. share: share of the part's bytes that was read."""
 
     source: DataSource
     table: TokenTable
@@ -65,15 +65,15 @@ class TokenisedPart:
 
     @property
     def lengths(self) -> Array:
-        """Tokens of each document that can be trained on."""
+        """The number of tokens of each trainable document."""
         lengths: Array = self.table.lengths[self.table.losses > 0]
         return lengths
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """plans: of the first steps. steps: number of steps of an epoch, estimated if only a sample was read. ranks: data
-    ranks. unit: what step.documents counts."""
+    """plans: of the first steps. steps: number of steps in an epoch, estimated if only a sample was read. ranks: number
+    of data ranks. unit: of step.documents."""
 
     plans: Sequence[StepPlan]
     steps: int
@@ -83,8 +83,8 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Everything that is shown after tokenising. planned: None if no document is left. bad: the error of each bad row.
-    images: the image reader of a vision model. template: whether there is a chat template."""
+    """The results that are shown after tokenising. planned: None if no document remains. bad: the error of each bad
+    row. images: the image reader of a vision model. template: whether there is a chat template."""
 
     config: SftConfig
     limits: Limits
@@ -115,26 +115,27 @@ def show_sampled(sampled: Sequence[SampledPart], console: Console | None = None)
 
 
 def refuse_bad(bad: Sequence[str], rows: int) -> None:
-    """Raises UserError if there are bad rows. bad: their errors, each beginning with file:line. rows: all rows."""
+    """Raises UserError if there are bad rows. bad: their errors, each starting with file:line. rows: number of all
+    rows."""
     if not bad:
         return
     text = f"{len(bad):,} of {rows:,} rows cannot be trained on:"
     advice = "Fix them, or skip them with data.bad_rows=drop."
     if len(bad) == rows:
         text = f"none of the {rows:,} rows can be trained on:" if rows > 1 else text
-        advice = "Fix them: data.bad_rows=drop would leave nothing to train on."
+        advice = "Fix them: data.bad_rows=drop would drop every row."
     raise UserError("\n".join([text, *_error_lines(bad), advice]))
 
 
 def trained_kinds(table: TokenTable) -> dict[str, int]:
-    """The number of documents of a table that can be trained on, by kind."""
+    """The number of trainable documents of a table, by kind."""
     kinds = table.formats[table.losses > 0]
     counts = {kind: int((kinds == number).sum()) for number, kind in enumerate(ALL_KINDS)}
     return {kind: count for kind, count in counts.items() if count}
 
 
 def _error_lines(bad: Sequence[str]) -> list[str]:
-    """The errors, each once with the first and the last of its rows: a mistake is often in every row."""
+    """Each error once, with the first and the last of its rows, because a mistake is often in every row."""
     rows_of: dict[str, list[str]] = {}
     for text in bad:
         located = _LOCATED.match(text)
@@ -167,7 +168,7 @@ def show_preview(
     share = "" if preview.exact else " of the sample"
     bad_lines = []
     if preview.bad:
-        title = f"bad      {len(preview.bad):,} rows{share} are left out (data.bad_rows=drop):"
+        title = f"bad      {len(preview.bad):,} rows{share} are omitted (data.bad_rows=drop):"
         bad_lines = [title, *_error_lines(preview.bad)]
     for line in [
         f"template {use}",
@@ -185,7 +186,7 @@ def show_preview(
 def _show_samples(
     console: Console, preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int, full: bool
 ) -> None:
-    """Prints the first documents, taken from all parts in turn, so that each source is seen."""
+    """Prints the first documents of all parts in turn, so that each source is shown."""
     coloured = console.color_system is not None
     places = [(sample.table, row) for row in range(samples) for sample in preview.read if row < len(sample.table)][
         :samples
@@ -193,7 +194,7 @@ def _show_samples(
     if not places:
         return
     trained = Text("trained", style="bold green") if coloured else Text("{}trained{}".format(*_MARKS))
-    console.print(Text.assemble("Documents, with their ", trained, " tokens; the others are context:"))
+    console.print(Text.assemble("Documents, with their ", trained, " tokens; the other tokens are context:"))
     for table, row in places:
         length = int(table.lengths[row])
         console.rule(
@@ -213,7 +214,7 @@ def _show_samples(
 
 def _worth_showing(trained: Array) -> Array:
     """A mask of the tokens of a long document that are shown: its beginning, and both ends of each trained part with
-    the tokens around them."""
+    neighbouring tokens."""
     shown = np.zeros(len(trained), bool)
     shown[:_FIRST] = True
     edges = np.diff(np.concatenate([[0], trained != 0, [0]]).astype(np.int8))
@@ -231,8 +232,8 @@ def render(
     shown: Array | None = None,
     marks: Sequence[str] = (),
 ) -> Text:
-    """A document's text with trained parts in green if `coloured`, else between marks. shown: mask of the tokens to
-    print; the others are only counted. marks: image tokens; runs of four or more are abbreviated to a count."""
+    """A document's text with trained parts in green if `coloured`, otherwise between marks. shown: mask of the tokens
+    to print; the others are only counted. marks: image tokens; runs of four or more are abbreviated to their number."""
     text = Text()
     shown = np.ones(len(ids), bool) if shown is None else shown
     changes = (np.diff(trained) != 0) | (np.diff(shown) != 0)
@@ -290,7 +291,7 @@ def _token_lines(preview: Preview) -> list[str]:
         if sample.source.weight != 1.0:
             count = SourceShare(round(len(sample.lengths) / sample.share), sample.source.weight).in_epoch
             lines.append(
-                f"weight   {sample.source.weight:g} of {sample.source.name}: an epoch takes {about}{count:,} documents"
+                f"weight   {sample.source.weight:g} of {sample.source.name}: an epoch has {about}{count:,} documents"
             )
     return [*lines, *_image_totals(preview)]
 
@@ -303,8 +304,8 @@ def _image_totals(preview: Preview) -> list[str]:
     documents = sum(int((sample.table.images > 0).sum()) / sample.share for sample in preview.read)
     about = "" if preview.exact else "about "
     return [
-        f"images   {about}{round(images):,} in {round(documents):,} documents, which give the vision tower "
-        f"{patches[patches > 0].mean():,.0f} patches each on average, and {patches.max():,} at most"
+        f"images   {about}{round(images):,} in {round(documents):,} documents; the vision tower processes "
+        f"{patches[patches > 0].mean():,.0f} patches per document on average, and {patches.max():,} at most"
     ]
 
 
@@ -324,7 +325,7 @@ def _show_lengths(console: Console, preview: Preview) -> None:
 
 
 def histogram(lengths: Array) -> list[str]:
-    """The lines of a bar chart of lengths, one for each range; the ranges have a round width."""
+    """The lines of a bar chart of lengths, one for each range. The ranges have a round width."""
     longest = int(lengths.max())
     raw = max(1, -(-(longest + 1) // _BARS))
     scale = 10 ** (len(str(raw)) - 1)
@@ -346,9 +347,9 @@ def _long_lines(preview: Preview) -> list[str]:
         return [f"long     no document is longer than {limits.max_length:,} tokens ({limits.key})"]
     lost = sum(int((sample.lengths - limits.max_length).clip(0).sum()) for sample in preview.read)
     consequence = {
-        "error": "training would refuse them: raise it, or set data.long_documents to truncate or drop",
-        "truncate": f"they lose their ends, {lost:,} tokens (data.long_documents)",
-        "drop": "they are left out (data.long_documents)",
+        "error": "training would refuse them: raise the limit, or set data.long_documents to truncate or drop",
+        "truncate": f"their ends are removed, {lost:,} tokens (data.long_documents)",
+        "drop": "they are omitted (data.long_documents)",
     }[limits.long]
     share = "" if preview.exact else f" of the sample ({long / total:.2%})"
     return [
@@ -367,8 +368,8 @@ def _plan_lines(preview: Preview) -> list[str]:
     size = f"{step.documents:,} {planned.unit}" if step.documents is not None else f"up to {step.tokens:,} tokens"
     first_steps = "the first step" if len(plans) == 1 else f"the first {len(plans)} steps"
     return [
-        f"steps    {about}{planned.steps:,} in an epoch, of {size} each; the first has {first.tokens:,} tokens, of "
-        f"which {first.loss_tokens:,} trained",
+        f"steps    {about}{planned.steps:,} in an epoch, with {size} each; the first has {first.tokens:,} tokens, of "
+        f"which {first.loss_tokens:,} are trained",
         f"rows     of {step.max_tokens_per_device:,} tokens on {_count(planned.ranks, planned.ranks, 'rank')}: "
         f"{_count(min(rows), max(rows), 'micro-batch')} in a step, fill {np.mean([plan.fill for plan in plans]):.0%}, "
         f"utilisation {np.mean([plan.utilisation for plan in plans]):.0%} (packed; in {first_steps})",

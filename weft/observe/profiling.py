@@ -1,7 +1,7 @@
 """Traces of chosen steps by torch's profiler, with the phases of the flight record as ranges in them.
 
-RUN/profile/rank-0-step-3.json.gz opens in https://ui.perfetto.dev; rank-0-step-3.memory.pickle, made on CUDA where
-profile.memory is set, in https://pytorch.org/memory_viz. Imports torch where a step is traced.
+RUN/profile/rank-0-step-3.json.gz opens in https://ui.perfetto.dev. With profile.memory on CUDA there is also
+rank-0-step-3.memory.pickle, which opens in https://pytorch.org/memory_viz. Imports torch only when a step is traced.
 
 This file also measures the peak memory of the process.
 """
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     import torch
 
 FOLDER = "profile"
-# Allocations and frees that a memory snapshot keeps.
+# Maximum number of allocations and frees in a memory snapshot.
 _MOST_EVENTS = 1_000_000
 
 
 def check_profile(config: ProfileConfig, *, steps: int | None = None, world: int | None = None) -> None:
-    """Raise UserError if the config names a step or rank that the run does not have. steps, world: numbers of steps and
-    ranks of the run; None: not checked."""
+    """Raise UserError if the config contains a step or rank that the run does not have. steps, world: numbers of steps
+    and ranks of the run; None: not checked."""
     late = [] if steps is None else [step for step in config.steps if step > steps]
     if late:
-        raise UserError(f"profile.steps names step {late[0]}, but the run has {steps}: name earlier steps.")
+        raise UserError(f"profile.steps contains step {late[0]}, but the run has {steps}: use earlier steps.")
     absent = [] if world is None else [rank for rank in config.ranks if rank >= world]
     if config.steps and absent:
         raise UserError(
-            f"profile.ranks names rank {absent[0]}, but the run has {world}, 0 to {world - 1}: name some of those."
+            f"profile.ranks contains rank {absent[0]}, but the run has {world}, 0 to {world - 1}: use some of these."
             if world and world > 1
-            else f"profile.ranks names rank {absent[0]}, but the run has one, rank 0: leave profile.ranks out."
+            else f"profile.ranks contains rank {absent[0]}, but the run has only rank 0: remove profile.ranks."
         )
 
 
 @contextmanager
 def profiled(config: ProfileConfig, step: int, folder: Path, rank: int) -> Iterator[None]:
-    """Inside, trace this step if the config asks for this step and rank. folder: RUN."""
+    """Inside, trace this step if the config selects this step and rank. folder: RUN."""
     if step not in config.steps or rank not in config.ranks:
         yield
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes two lines a trace into the progress bar
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto writes two lines per trace into the progress bar
     import torch
 
     path = folder / FOLDER / f"rank-{rank}-step-{step}"
@@ -60,7 +60,7 @@ def profiled(config: ProfileConfig, step: int, folder: Path, rank: int) -> Itera
     with torch.profiler.profile(record_shapes=True, profile_memory=config.memory) as profile, _ranges():
         yield
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # kernels that are still in the queue belong to the step
+            torch.cuda.synchronize()  # kernels still in the queue belong to the step
         flight.enter("profile")
     if snapshot:
         torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")
@@ -105,7 +105,7 @@ def own_peak_memory_gib(device: torch.device) -> float:
 def _peak_resident_bytes() -> int:
     status = Path("/proc/self/status")
     if status.exists():
-        # Unlike ru_maxrss, VmHWM does not survive exec: it has no share of the launcher that started this process.
+        # VmHWM is reset by exec, unlike ru_maxrss, so it does not include the launcher that started this process.
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Progress on the first rank: a live bar on a terminal, else a line at intervals."""
+"""Progress on the first rank: a live bar on a terminal, otherwise a line at intervals."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.table import Column
 
 from weft.terminal import Console
 
-# The remaining time is estimated from so many last steps: the first ones are slow.
+# The remaining time is estimated from this many last steps, because the first steps are slow.
 _WINDOW = 20
 # Without a terminal, seconds between two lines about steps, and between two lines about the activity within a step.
 _STEP_SECONDS, _DOING_SECONDS = 5.0, 10.0
-# Metrics of a step of `weft rl` -> (their names in the line, formats). kl_old is shown only if not zero; it is zero as
-# long as the weights have not changed since the rollout. cut: share of samples that ended at rollout.max_new_tokens.
+# Metrics of a step of `weft rl` -> (their names in the line, formats). kl_old is shown only if it is not zero; it is
+# zero until the weights change after the rollout. cut: share of samples that ended at rollout.max_new_tokens.
 _POLICY = {
     "reward": ("reward", ".4g"), "reward_std": ("reward_std", ".4g"), "kl": ("kl", ".4g"),
     "policy/kl_old": ("kl_old", ".4g"), "entropy": ("entropy", ".3g"), "teacher/divergence": ("teacher", ".4g"),
@@ -56,7 +56,7 @@ class Progress:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._doing = self._pending = ""
-        self._words: list[str] = []  # of the latest step, the first to stay on a narrow terminal
+        self._words: list[str] = []  # of the latest step; a narrow terminal shows the first of them
         self._step_printed_at: float | None = None  # the last line of a step
         self._printed_at = self._times[-1]  # the last line of any kind
 
@@ -130,7 +130,7 @@ class Progress:
             return
         room = self._console.width - len(f"step {self._total}/{self._total}") - 2  # a space after each column
         status = ""
-        for word in filter(None, (self._doing, *self._words)):  # a word that does not fit is left out whole
+        for word in filter(None, (self._doing, *self._words)):  # a word that does not fit is omitted completely
             longer = f"{status}  {word}" if status else word
             if status and len(longer) > room:
                 break
@@ -149,7 +149,7 @@ class Progress:
             self.note(text)
 
     def remaining(self) -> float:
-        """The estimated seconds to the end, at the pace of the last steps."""
+        """The estimated seconds to the end, from the duration of the last steps."""
         steps = len(self._times) - 1
         pace = (self._times[-1] - self._times[0]) / steps if steps else 0.0
         return pace * max(0, self._total - self._done)
@@ -163,7 +163,7 @@ class Progress:
 def loading(
     show: bool = True, label: str = "loading", console: Console | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for bytes, on a terminal only. Yields a function to call with (bytes done, total bytes)."""
+    """A progress bar for bytes, only on a terminal. Yields a function to call with (bytes done, total bytes)."""
     console = console or Console()
     columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
@@ -172,7 +172,7 @@ def loading(
 
 
 def describe(line: Mapping[str, object]) -> list[str]:
-    """The parts of a short description of a step. For `weft rl` it has rewards in place of the loss, which is zero as
+    """The parts of a short description of a step. For `weft rl` it has rewards instead of the loss, which is zero as
     long as ratios are 1."""
     if line.get("skipped"):
         return [f"skipped: {line.get('reason') or 'loss or gradient is not finite'}"]
@@ -186,7 +186,7 @@ def describe(line: Mapping[str, object]) -> list[str]:
         words = [f"loss {number(line.get('loss'), '.4f')}"]
         if line.get("accuracy") is not None:  # of a reward model
             words.append(f"accuracy {number(line.get('accuracy'), '.1%')}")
-    if "loss" not in line:  # nothing was trained
+    if "loss" not in line:  # the step trained nothing
         return words
     words += [
         f"grad_norm {number(line.get('grad_norm'), '#.3g')}",

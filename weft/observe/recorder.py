@@ -81,7 +81,8 @@ class BadSteps:
 
     def count(self, line: Mapping[str, object], advice: str) -> None:
         """Counts one step by its line of metrics.jsonl. Ignores steps that were skipped because the loss scale was too
-        large, or because nothing was trained. Raises FloatingPointError at `limit` consecutive non-finite steps."""
+        large, or because they had nothing to train. Raises FloatingPointError at `limit` consecutive non-finite
+        steps."""
         if line.get("overflow") or line.get("empty"):
             return
         self.in_a_row = self.in_a_row + 1 if line.get("skipped") else 0
@@ -153,9 +154,9 @@ class RunRecorder:
     ) -> dict[str, object]:
         """Returns the line of a step, which the first rank writes. memory_gib: peak memory of the fullest rank.
         evaluation: of the weights after the step, if there was one. Raises UserError if there is no metric `loss`."""
-        if "loss" not in outcome.metrics:  # only a user's own objective can omit it
+        if "loss" not in outcome.metrics:  # only a user's loss can omit it
             raise UserError(
-                f"train.loss: {self.config.train.loss} gives no metric `loss`: add it to the metrics of its "
+                f"train.loss: {self.config.train.loss} returns no metric `loss`: add it to the metrics of its "
                 "LossOutput, as (sum, weight)."
             )
         line = step_line(step.number, step.epoch, outcome, self.throughput, memory_gib)
@@ -184,7 +185,7 @@ class RunRecorder:
         """Raises FloatingPointError after train.max_nonfinite consecutive non-finite steps. sources: the names of the
         step's first documents."""
         self.bad.count(
-            line, f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or look at the data."
+            line, f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or check the data."
         )
 
     def progress(self, step: SampledStep, updates: int, phases: Phases) -> dict[str, Any]:

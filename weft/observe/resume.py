@@ -47,9 +47,9 @@ from weft.observe.folder import SAMPLES, cut_lines, dropped_of, write_config
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.source import open_model_weights
 
-# Of a model that is only read: where and in what pieces it computes.
+# Keys of a frozen model that determine where it computes, and in which micro-batches.
 HOW_IT_COMPUTES = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
-# Keys that change how a run computes, not what it trains; changes of other keys are refused. Data and model are
+# Keys that change how a run computes but not its training. Changes of other keys are refused. Data and model are
 # compared by content.
 MAY_CHANGE = (
     "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
@@ -67,9 +67,9 @@ _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # may change if past u
 
 @dataclass(frozen=True)
 class Start:
-    """The state in which a run begins. step, updates: earlier steps, and those that were not skipped. read: of the
-    recipe (Recipe.state). state: None for a new run. notes: for the opening. The other fields have the checkpoint's
-    values."""
+    """The state in which a run begins. step, updates: number of earlier steps, and of those that were not skipped.
+    read: of the recipe (Recipe.state). state: None for a new run. notes: for the opening. The other fields have the
+    checkpoint's values."""
 
     step: int = 0
     updates: int = 0
@@ -84,13 +84,13 @@ class Start:
 
 def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ranks: Ranks) -> Start:
     """Finds the newest complete checkpoint of RUN, and checks that this config continues its training. steps: of the
-    whole run. Raises UserError, the same on every rank. Changes nothing in RUN. Collective."""
+    complete run. Raises UserError, the same on every rank. Changes nothing in RUN. Collective."""
     state, skipped = newest_complete(folder / "checkpoints", ranks)
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
         if skipped:
             raise UserError(no_complete_checkpoint(folder, skipped, config.command))
-        return Start(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
+        return Start(notes=(f"resumed  {folder} has no checkpoint yet, so the run starts at step 1",))
     content = state.content
     changed = dict(changes(content["config"], to_dict(config), type(config)))
     problems = [
@@ -127,8 +127,8 @@ def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | Non
 
 
 def restore(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:
-    """Restores masters, moments and random generators, then sets aside files in RUN of later steps. Returns messages
-    for the user. Raises UserError, with RUN unchanged, if the state does not fit this model."""
+    """Restores master weights, moments and random generators. Then moves files in RUN of later steps aside. Returns
+    messages for the user. Raises UserError, with RUN unchanged, if the state does not fit this model."""
     notes = list(start.notes)
     if start.state is None:
         rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
@@ -159,7 +159,7 @@ def set_aside_later(folder: Path, step: int, evaluation: Mapping[str, Any]) -> l
 
 
 def reset_best(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
-    """Points `best` at the best checkpoint that `evaluation` names; a later one may have been set aside. Returns
+    """Points `best` at the best checkpoint in `evaluation`, because a later one may have been moved aside. Returns
     messages for the user."""
     forget_best(checkpoints)
     best = evaluation["step"] if evaluation.get("kept") else 0
@@ -171,11 +171,11 @@ def reset_best(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
     return []
 
 
-# ---------------------------------------------------------------- what may differ
+# ---------------------------------------------------------------- differences that are allowed
 
 
 def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: int) -> dict[str, Any]:
-    """The constant part of state.json, with which a resumed run is compared. digest: of the data."""
+    """The constant part of state.json, which is compared with a resumed run's. digest: of the data."""
     return {
         "steps": steps,
         "config": to_dict(config),
@@ -202,7 +202,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> 
 
 
 def refused_changes(changed: Mapping[str, tuple[str, str]], also_allowed: Sequence[str] = ()) -> list[str]:
-    """Messages about the changed keys that must not change. also_allowed: keys and sections besides MAY_CHANGE."""
+    """Messages about changed keys that must not change. also_allowed: keys and sections in addition to MAY_CHANGE."""
     may = (*MAY_CHANGE, *_SCHEDULED, *also_allowed)
     return [
         f"{key}: {before} -> {now}: it changes the training"
@@ -212,7 +212,7 @@ def refused_changes(changed: Mapping[str, tuple[str, str]], also_allowed: Sequen
 
 
 def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, steps: int, done: int) -> list[str]:
-    """Messages about learning rates that would differ: a longer run or another schedule continues a training only if
+    """Messages about learning rates that would differ. A longer run or another schedule may continue a training only if
     past updates had the same rates. content: of the checkpoint's state. steps: of the new run. done: past updates."""
     old, before = content["config"], content["steps"]
     schedule, lr = ScheduleConfig(**old["schedule"]), old["optimizer"]["lr"]
@@ -224,16 +224,16 @@ def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, step
         if was != now:
             return [
                 f"the learning rate of update {update} was {was:.6g} in a run of {before} steps with schedule.name="
-                f"{schedule.name}, and would be {now:.6g} in one of {steps} with {config.schedule.name}. A run can "
-                "grow with schedule.name=constant or inverse_sqrt, or with wsd before its decay, and with "
+                f"{schedule.name}, and would be {now:.6g} in a run of {steps} steps with {config.schedule.name}. A run "
+                "can be extended with schedule.name=constant or inverse_sqrt, or with wsd before its decay, and with "
                 "schedule.warmup_steps instead of warmup_ratio"
             ]
     return []
 
 
 def advice_after_last_step(start: Start, config: SftConfig | RlConfig, steps: int, folder: Path) -> str:
-    """Advice for a finished run: to train longer if the schedule allows it, else to start a new run from its weights;
-    "" without a checkpoint."""
+    """Advice for a finished run: to train longer if the schedule allows it, otherwise to start a new run from its
+    weights; "" without a checkpoint."""
     if start.state is None:
         return ""
     command = config.command
@@ -241,8 +241,8 @@ def advice_after_last_step(start: Start, config: SftConfig | RlConfig, steps: in
     if not rates_changed(start.state.content, config, 2 * steps, start.updates):
         return f"More steps: weft {command} --resume {folder} {override}"
     return (
-        f"Its learning rates (schedule.name={config.schedule.name}) were planned for {steps} steps. To train on from "
-        "its weights, as a new run with a schedule of its own: "
+        f"Its learning rates (schedule.name={config.schedule.name}) were planned for {steps} steps. To continue from "
+        "its weights in a new run with a new schedule: "
         f"{from_weights(start.state.checkpoint, command)} {override}"
     )
 
@@ -252,8 +252,8 @@ def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) 
     if state.content["data"]["digest"] != data.digest:
         before = state.content["data"]["documents"]
         problems.append(
-            f"the data ({data.path}) gives other documents than before ({data.documents:,}; {before:,} before): "
-            "the position in the data would be meaningless"
+            f"the data ({data.path}) has other documents than before ({data.documents:,} now, {before:,} before), so "
+            f"the position in the data has no meaning"
         )
     if state.content["model"]["sha256"] != model_fingerprint(config):
         changed = "config.json or the weights" if config.lora.on else "config.json"
@@ -263,9 +263,9 @@ def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) 
 
 # ---------------------------------------------------------------- identity of a run
 
-# Keys that may differ between ranks: data are compared by content.
+# Keys that may differ between ranks, because data are compared by content.
 MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "eval.sources", "data.workers", "data.cache")
-_NUM_SAMPLED = 64  # tensors, about, that the fingerprint of a base model samples
+_NUM_SAMPLED = 64  # approximate number of tensors that the fingerprint of a base model samples
 
 
 def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
@@ -282,8 +282,8 @@ def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
 
 
 def model_fingerprint(config: SftConfig | RlConfig) -> str:
-    """Digest of the model's config.json without keys that do not affect the computation. With adapters also of a sample
-    of the base weights, which no checkpoint holds."""
+    """Digest of the model's config.json without keys that do not affect the computation. With adapters, it includes a
+    sample of the base weights, which no checkpoint contains."""
     raw, _ = PretrainedConfig.get_config_dict(config.model.path)
     for name in ("_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         raw.pop(name, None)
@@ -295,7 +295,7 @@ def model_fingerprint(config: SftConfig | RlConfig) -> str:
 
 
 def sample_rows(path: str) -> Iterator[Tensor]:
-    """Yields the middle row of some of a model's tensors, enough to tell the weights of two models apart."""
+    """Yields the middle row of some of a model's tensors, enough to distinguish the weights of two models."""
     with closing(open_model_weights(path)) as source:
         names = sorted(source.files)
         for name in names[:: -(-len(names) // _NUM_SAMPLED)]:

@@ -21,11 +21,11 @@ def run(options: RolloutsOptions) -> None:
     """Prints groups of one rollout step. Raises UserError if there are none."""
     files = rollout_files(Path(options.run) / FOLDER)
     if not files:
-        raise UserError(f"{options.run}: holds no rollouts: name the folder of a run of weft rl.")
+        raise UserError(f"{options.run}: contains no rollouts: write the run folder of weft rl.")
     if options.step is None:
         step, groups = _read_newest(files)
     elif options.step not in files:
-        raise UserError(f"{options.run}: has no rollout step {options.step}; it has {min(files)} to {max(files)}.")
+        raise UserError(f"{options.run}: has no rollout step {options.step}: use --step {min(files)} to {max(files)}.")
     else:
         step, groups = options.step, _read_groups(files[options.step])
     console = Console()
@@ -52,11 +52,11 @@ def _read_newest(files: Mapping[int, Path]) -> tuple[int, list[SampleGroup]]:
 def _read_groups(path: Path) -> list[SampleGroup]:
     if groups := read_rollouts(path):
         return groups
-    raise UserError(f"{path}: holds no samples: choose another step with --step.")
+    raise UserError(f"{path}: contains no samples: choose another step with --step.")
 
 
 def summary(step: int, groups: Sequence[SampleGroup]) -> str:
-    """`step 12: 32 prompts, 256 samples; reward 0.41; 6 groups without signal; 3.7 tokens on average, 4 cut short`."""
+    """`step 12: 32 prompts, 256 samples; reward 0.41; 6 groups without signal; 3.7 tokens on average, 4 truncated`."""
     samples = samples_of(groups)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.3g}" if rewards else "-"
@@ -64,7 +64,7 @@ def summary(step: int, groups: Sequence[SampleGroup]) -> str:
     cut, silent = sum(s.finish == "length" for s in samples), sum(not group.has_signal for group in groups)
     return (
         f"step {step}: {len(groups)} prompts, {len(samples)} samples; reward {mean}; {silent} groups without signal; "
-        f"{length:.3g} tokens on average, {cut} cut short"
+        f"{length:.3g} tokens on average, {cut} truncated"
     )
 
 
@@ -100,7 +100,7 @@ def reward_text(sample: Sample | Answer) -> str:
 
 
 def ending(sample: Sample | Answer) -> str:
-    return {"end": "ended by itself", "length": "cut short", "abort": "stopped"}.get(sample.finish, sample.finish)
+    return {"end": "ended", "length": "truncated", "abort": "stopped"}.get(sample.finish, sample.finish)
 
 
 def _indented(text: str) -> str:

@@ -1,4 +1,4 @@
-"""RUN/starts.jsonl: each start of a run (when, where, by which command, on what) and its end. Imports no torch."""
+"""RUN/starts.jsonl: each start of a run (time, host, command, hardware) and its end. Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def note_start(folder: Path, step: int, *, device: str, ranks: int, mesh: Mappin
 
 
 def note_end(folder: Path, error: BaseException | None) -> None:
-    """Appends how the last start ended. A process that is killed does not."""
+    """Appends how the last start ended. A killed process appends nothing."""
     stopped = error is None or isinstance(error, StoppedError)
     text = "" if error is None or stopped else f"{type(error).__name__}: {first_line(error)}"
     _append(folder, {"ended": _now(), "error": text[:_LONGEST_ERROR]})
@@ -54,8 +54,8 @@ def command() -> str:
 
 
 def commit_of(folder: Path) -> str:
-    """The git commit that is checked out in a folder; "" if it is in no repository. Reads files: `git` itself may run
-    programs that the repository's config names."""
+    """The git commit that is checked out in a folder; "" if it is not in a repository. Reads files, because `git` may
+    run programs that the repository's config names."""
     for parent in (folder, *folder.parents):
         mark = parent / ".git"
         with suppress(OSError, ValueError):
@@ -91,5 +91,5 @@ def _now() -> str:
 
 def _append(folder: Path, line: Mapping[str, object]) -> None:
     with suppress(OSError), (folder / STARTS).open("a", encoding="utf-8", errors="backslashreplace") as stream:
-        # A full disk ends a run where it loses weights or metrics, not here.
+        # A full disk must end a run only if weights or metrics are lost.
         stream.write(json.dumps(line) + "\n")

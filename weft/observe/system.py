@@ -1,7 +1,7 @@
 """RUN/system.jsonl: use of this machine over time, sampled by a thread: processor, memory, NVIDIA GPUs.
 
-GPUs are read through NVML, the library of NVIDIA's driver. It waits for no kernel and no stream. Its functions and
-structures: docs.nvidia.com/deploy/nvml-api. Imports no torch.
+GPUs are read through NVML, the library of NVIDIA's driver, which does not wait for kernels or streams. Its functions
+and structures: docs.nvidia.com/deploy/nvml-api. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.terminal import say
 
 SYSTEM = "system.jsonl"
 _CGROUP = Path("/sys/fs/cgroup")  # of a container
-_STOP_SECONDS = 2.0  # the driver of a lost GPU may not answer: the run then ends without the last sample
+_STOP_SECONDS = 2.0  # the driver of a lost GPU may not respond; the run then ends without the last sample
 _UUID_BYTES = 96
 _DIE = 0  # NVML_TEMPERATURE_GPU
 _GIB = float(1 << 30)
@@ -52,11 +52,11 @@ def nvml() -> Any:
 
 
 class Gpus:
-    """The GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES, which is torch's. most: at most so many
+    """The GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES, which is torch's. most: maximum number
     of them; None for all. library: NVML.
 
-    Numbers in CUDA_VISIBLE_DEVICES count in the order of the bus here, as with CUDA_DEVICE_ORDER=PCI_BUS_ID; CUDA's own
-    order differs where the GPUs of a machine are of different models."""
+    Numbers in CUDA_VISIBLE_DEVICES are read in the order of the bus, as with CUDA_DEVICE_ORDER=PCI_BUS_ID. CUDA's
+    default order differs if a machine has GPUs of different models."""
 
     def __init__(self, library: Any, limit: int | None = None) -> None:
         self._library = library
@@ -66,7 +66,7 @@ class Gpus:
         return len(self._handles)
 
     def sample(self) -> dict[str, float]:
-        """Metric -> value, without those that a GPU or the driver does not have."""
+        """Metric -> value. Metrics that a GPU or the driver does not support are missing."""
         values: dict[str, float] = {}
         for index, handle in enumerate(self._handles):
             name = f"system/gpu{index}"
@@ -83,7 +83,7 @@ class Gpus:
         return values
 
     def _read(self, function: str, *arguments: Any) -> bool:
-        """Whether a function of NVML is there and succeeded."""
+        """Whether a function of NVML exists and succeeded."""
         try:
             return bool(getattr(self._library, function)(*arguments) == 0)
         except AttributeError:  # an old driver
@@ -105,7 +105,7 @@ class Gpus:
                 else self._by_uuid(word, handles_by_index)
             )
             if handle is None:
-                break  # CUDA ignores what follows a device that is not there
+                break  # CUDA ignores the devices after a missing device
             handles.append(handle)
         return handles
 
@@ -129,11 +129,11 @@ class Gpus:
 
 
 def host_sample() -> dict[str, float]:
-    """The share of all cores that was busy since the last call, and the memory in use: of the container, where one has
-    a limit, without the files that the kernel only caches."""
+    """The share of all cores that was busy since the last call, and the used memory: of the container if it has a
+    limit, without the kernel's file cache."""
     memory = psutil.virtual_memory()
     used = float(memory.total - memory.available)
-    with suppress(OSError, ValueError, KeyError):  # no container, or one without a limit
+    with suppress(OSError, ValueError, KeyError):  # not in a container, or a container without a limit
         if int((_CGROUP / "memory.max").read_text()) < memory.total:
             figures = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
             used = float(int((_CGROUP / "memory.current").read_text()) - int(figures["inactive_file"]))
@@ -142,7 +142,8 @@ def host_sample() -> dict[str, float]:
 
 class SystemMonitor:
     """Inside, a thread samples the machine at once, every `seconds`, and at the end. Each sample is a line of `path`,
-    and goes to `send`. gpus: as `most` of Gpus. step: the last finished step, which samples name; set by the caller."""
+    and is passed to `send`. gpus: as `most` of Gpus. step: the last finished step, which each sample contains; the
+    caller sets it."""
 
     def __init__(
         self, path: Path, seconds: float, gpus: int | None, step: int, send: Callable[[Mapping[str, object]], None]
@@ -164,7 +165,7 @@ class SystemMonitor:
 
     def _work(self) -> None:
         try:
-            host_sample()  # psutil's first share of busy cores has no beginning
+            host_sample()  # psutil's first share of busy cores covers no interval
             gpus = Gpus(nvml() if self._limit != 0 else None, self._limit)
             ends = self._stop.wait(min(1.0, self._seconds))
             while True:
@@ -177,5 +178,5 @@ class SystemMonitor:
                 if ends:
                     return
                 ends = self._stop.wait(self._seconds)
-        except OSError as error:  # samples of the machine are no reason to end a run
-            say(f"system   {self._path.name} is not written any more: {error.strerror or error}", error=True)
+        except OSError as error:  # a failed sample must not end a run
+            say(f"system   weft no longer writes {self._path.name}: {error.strerror or error}", error=True)

@@ -22,13 +22,14 @@ from weft.terminal import Console, byte_count, count, folded_width
 
 _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
-# Width without a terminal, in columns: it fits a log viewer and a pager.
+# Width in columns without a terminal: it fits a log viewer and a pager.
 _PAGE = 120
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """An engine's memory on a rank, in bytes; None for a part that it does not have. gathered: the most at once."""
+    """An engine's memory on a rank, in bytes; None for a part that it does not have. gathered: the maximum at a
+    time."""
 
     name: str
     weights: int | None = None
@@ -71,7 +72,7 @@ def dtype_table(dtypes: Iterable[DtypeRow]) -> Table:
 
 
 def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
-    """The FSDP units; units that differ only in the numbers of their names are one row. tp: size of mesh.tp."""
+    """The FSDP units. Units that differ only in the numbers of their names share a row. tp: size of mesh.tp."""
     mixed = ["sharding"] if any(unit["sharding"] for unit in units) else []
     title = "FSDP units" + (f", the part of one of {tp} ranks of tp" if tp > 1 else "")
     names_by_unit: dict[tuple[str, int, int, str], list[str]] = {}
@@ -101,7 +102,7 @@ def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
 
 
 def sharding_table(parameters: Sequence[ParameterRow]) -> Table:
-    """Every parameter with its full shape and this rank's, and totals."""
+    """Every parameter with its full shape and this rank's shape, and totals."""
     rows = [
         (p["name"], shape(p["full_shape"]), shape(p["local_shape"]), ", ".join(p["axes"]), p["dtype"])
         for p in parameters
@@ -133,8 +134,8 @@ def _sharding_totals(parameters: Sequence[ParameterRow]) -> tuple[str, ...]:
 def new_table(
     title: str, *columns: str, rows: Iterable[Sequence[str]] = (), total: Sequence[str] | None = None
 ) -> Table:
-    """A table with these column heads; a leading `>` aligns a column to the right. Long texts are folded. total: a last
-    row, below a line."""
+    """A table with these column heads. A leading `>` aligns a column to the right. Long texts are wrapped. total: a
+    last row, below a line."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
         right = column.startswith(">")
@@ -148,8 +149,8 @@ def new_table(
 
 
 def show(table: Table, console: Console | None = None) -> None:
-    """Prints a table, folded to the width of the terminal; without a terminal to COLUMNS where it is set, else to the
-    width of a page, or wider if a name would be broken."""
+    """Prints a table, wrapped to the width of the terminal. Without a terminal the width is COLUMNS, or by default that
+    of a page, or more if a name would be broken."""
     console = console or Console()
     if not console.is_terminal:
         for column in table.columns:

@@ -1,7 +1,7 @@
-"""Metrics to TensorBoard, Weights & Biases, trackio and MLflow, for the trackers that track.report_to names.
+"""Metrics to TensorBoard, Weights & Biases, trackio and MLflow, as set in track.report_to.
 
-A thread of the first rank sends the numbers of every step, so that a slow tracker delays no step. A tracker that fails
-is dropped with one warning, and the run goes on; RUN/metrics.jsonl has all metrics in any case. Imports no torch, and
+A thread of the first rank sends the numbers of every step, so a slow tracker delays no step. A tracker that fails is
+dropped with a warning, and the run continues; RUN/metrics.jsonl always has all metrics. Imports no torch, and imports
 the package of a tracker only if it is used.
 """
 
@@ -32,16 +32,16 @@ from weft.errors import UserError, how_to_install
 from weft.terminal import say
 
 IDENTITY = "track.json"
-# Seconds that a run waits at its end for trackers that have not received everything.
+# Seconds that a run waits at its end for trackers that have not received all metrics.
 PATIENCE = 60.0
-# The same for a failed run, whose other ranks wait to be ended.
+# The same for a failed run, whose other ranks are waiting.
 FAILED_PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
 class TrackedRun:
     """The identity of the run for a tracker. id: the same when the run is resumed. step: the last step that is kept, 0
-    for none; a tracker drops later steps, from before the run was resumed."""
+    for none. A tracker removes later steps, which come from before the resume."""
 
     folder: Path
     project: str
@@ -51,8 +51,8 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """A destination of metrics. Any method may raise: the run then continues without this tracker. package: the name of
-    the package that it imports, or of a module of the standard library."""
+    """A destination of metrics. If a method raises, the run continues without this tracker. package: the name of the
+    package that it imports, or of a module of the standard library."""
 
     package: ClassVar[str]
 
@@ -78,7 +78,8 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        # Steps that a resumed run repeats replace the old ones; without a checkpoint, those are all, with step 0.
+        # Steps that a resumed run repeats replace the old ones; without a checkpoint all steps are repeated, with step
+        # 0.
         self.writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else 0)
         self.writer.add_text("config", "    " + yaml.safe_dump(dict(config), sort_keys=False).replace("\n", "\n    "))
         return f"tensorboard --logdir {folder}"
@@ -110,7 +111,7 @@ class Wandb(Tracker):
             mode="offline" if offline else None,
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Use weft's own step: a resumed run may log a step again, which wandb's counter refuses.
+        # Use weft's step, because a resumed run may log a step again, which wandb's counter refuses.
         self.run.define_metric("*", step_metric="step")
         if self.run.offline:
             return f"offline; send it with: wandb sync {Path(self.run.dir).parent}"
@@ -131,7 +132,7 @@ class Trackio(Tracker):
     def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
         import trackio
 
-        resume = "allow" if run.step else "never"  # trackio identifies runs by name alone
+        resume = "allow" if run.step else "never"  # trackio identifies runs only by name
         with redirect_stdout(io.StringIO()):  # it prints nine lines
             self.run = trackio.init(
                 project=run.project, name=run.name, resume=resume, config=_flat(config), embed=False, auto_log_cpu=False
@@ -146,7 +147,7 @@ class Trackio(Tracker):
 
 
 class MLflow(Tracker):
-    """MLflow, at MLFLOW_TRACKING_URI or else a database beside the run folder."""
+    """MLflow, at MLFLOW_TRACKING_URI, or in a database next to the run folder."""
 
     package = "mlflow"
 
@@ -199,8 +200,8 @@ def check_installed(config: TrackConfig) -> None:
     ]
     if missing:
         raise UserError(
-            f"track.report_to names {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            f"installed: pip install {' '.join(missing)}, or leave {'it' if len(missing) == 1 else 'them'} out of "
+            f"track.report_to contains {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            f"installed: pip install {' '.join(missing)}, or remove {'it' if len(missing) == 1 else 'them'} from "
             "track.report_to."
             + f" For tensorboard alone: {how_to_install('tensorboard', 'track')}."
             * ("tensorboard" in missing)
@@ -224,7 +225,7 @@ class Trackers:
             tracker = TRACKERS[name]()
             try:
                 address = tracker.start(config, run)
-            except Exception as error:  # the run goes on, whatever a tracker raises
+            except Exception as error:  # the run continues, whatever a tracker raises
                 self.notes.append(_lost(name, error))
             else:
                 self._running[name] = tracker
@@ -234,12 +235,12 @@ class Trackers:
             self._thread.start()
 
     def log(self, line: Mapping[str, object]) -> None:
-        """Queues a line of metrics.jsonl; returns at once."""
+        """Queues a line of metrics.jsonl. Returns at once."""
         if self._thread is not None:
             self._lines.put(line)
 
     def finish(self, failed: bool = False) -> None:
-        """Waits until every tracker has received everything and finished, for a limited time."""
+        """Waits for a limited time until every tracker has received all metrics and finished."""
         if self._thread is None:
             return
         self._failed = failed
@@ -247,7 +248,7 @@ class Trackers:
         patience = FAILED_PATIENCE if failed else PATIENCE
         self._thread.join(patience)
         if self._thread.is_alive():
-            say(f"track    {', '.join(self._running)} did not receive everything in {patience:g} s", error=True)
+            say(f"track    {', '.join(self._running)} did not receive all metrics within {patience:g} s", error=True)
         self._thread = None
 
     def _work(self) -> None:
@@ -276,12 +277,12 @@ def _flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _identity(folder: Path) -> str:
-    """The id of the run for trackers, created once and kept in RUN/track.json."""
+    """The id of the run for trackers, created once and stored in RUN/track.json."""
     path = folder / IDENTITY
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     identifier = uuid.uuid4().hex[:12]
-    with suppress(OSError):  # the id is then lost, and a resumed run is a new one for trackers
+    with suppress(OSError):  # if the id is lost, a resumed run is a new run for trackers
         path.write_text(json.dumps({"id": identifier}) + "\n", encoding="utf-8")
     return identifier
 

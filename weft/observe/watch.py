@@ -1,4 +1,4 @@
-"""`weft watch`: a run that goes on, in the terminal, from its files alone. Imports no torch."""
+"""`weft watch`: shows a running run in the terminal, from its files alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from weft.observe.report.read import MetricsTail, NoStepError, ReportedRun, read
 from weft.observe.report.svg import numeric
 from weft.terminal import Console, clean
 
-_SHOWN = 10  # last values in the table
+_SHOWN = 10  # number of last values in the table
 _BARS = " ▁▂▃▄▅▆▇█"
-_PLOTTED = 30  # steps of a curve
-# Metrics in order; others of a run are not shown.
+_PLOTTED = 30  # steps in a curve
+# The metrics that are shown, in order.
 _METRICS = (
     "loss", "reward", "reward_std", "kl", "entropy", "eval/loss", "eval/reward", "grad_norm", "lr",
     "completions/mean_length", "completions/clipped_ratio", "staleness/mean", "staleness/max", "rollout/buffered",
@@ -38,7 +38,8 @@ _WAITS = {
 
 
 def run(options: WatchOptions) -> None:
-    """Show the run until it ends, or once with --once or without a terminal. UserError if the folder holds no run."""
+    """Show the run until it ends, or once with --once or without a terminal. UserError if the folder contains no
+    run."""
     folder, console = Path(options.run), Console()
     tail = MetricsTail(folder / "metrics.jsonl")
     if options.once or not console.is_terminal:
@@ -55,7 +56,7 @@ def run(options: WatchOptions) -> None:
 
 
 def _read(folder: Path, tail: MetricsTail) -> ReportedRun | str:
-    """The run; what it waits for, if it goes on and no step has ended."""
+    """The run; or a message, if the run continues and no step has ended."""
     try:
         return read_run(folder, tail)
     except NoStepError as error:
@@ -63,7 +64,7 @@ def _read(folder: Path, tail: MetricsTail) -> ReportedRun | str:
 
 
 def view(reported: ReportedRun | str) -> Table:
-    """The picture of a run at one moment."""
+    """The display of a run's current state."""
     picture = Table.grid()
     if isinstance(reported, str):
         picture.add_row(Text(clean(reported)))
@@ -128,9 +129,9 @@ def last_values(lines: Sequence[Mapping[str, Any]], name: str, count: int) -> li
 
 
 def phase_shares(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The share of each phase in the seconds of these lines, by the controller's clock, the largest first: trainers are
-    idle while engines generate, and engines in the others. Empty without seconds. While both overlap
-    (cluster.max_staleness), the shares are of the sum."""
+    """The share of each phase in the seconds of these lines, by the controller's clock, the largest first. Trainers are
+    idle while engines generate, and engines are idle in the other phases. Empty without seconds. If both overlap
+    (cluster.max_staleness), the shares refer to the sum."""
     seconds: dict[str, float] = {}
     for line in lines:
         for key, value in line.items():
@@ -141,7 +142,7 @@ def phase_shares(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def curve(values: Sequence[float]) -> str:
-    """The values as bars, the least and the largest as the lowest and the highest."""
+    """The values as bars. The minimum is the lowest bar and the maximum the highest."""
     low, high = min(values), max(values)
     width = (high - low) or 1.0
     return "".join(_BARS[1 + round((value - low) / width * 7)] for value in values)

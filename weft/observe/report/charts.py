@@ -12,7 +12,7 @@ from weft.launch.timing import METRICS as PHASES
 from weft.observe.report.read import MAX_KEYS, ReportedRun
 from weft.observe.report.svg import Chart, Series, numeric
 
-# Keys of metrics.jsonl with a chart of their own, in the order of the page; the series are added later.
+# Keys of metrics.jsonl with a separate chart, in the order of the page; the series are added later.
 _CHARTS = (
     ("loss", Chart("Loss", "nats per trained token", log=True, noisy=True)),
     ("grad_norm", Chart("Gradient norm", "L2, before clipping", log=True, noisy=True)),
@@ -32,14 +32,14 @@ RL_CHARTS = (
     (Chart("KL divergence", "nats per token", noisy=True), ("kl", "policy/kl_old"), ""),
     (Chart("Entropy", "nats per token", zero=True, noisy=True), ("entropy",), ""),
     (Chart("Teacher", "divergence, nats per token", noisy=True), ("teacher/divergence", "teacher/kl"), ""),
-    (Chart("Teacher: agreement, share of what is trained", "shares", zero=True, noisy=True, percent=True), (
+    (Chart("Teacher: agreement, share of trained tokens", "shares", zero=True, noisy=True, percent=True), (
         "teacher/agreement", "teacher/share",
     ), ""),
     (Chart("Completion lengths", "tokens", zero=True, noisy=True), (
         "completions/mean_length", "completions/mean_terminated_length", "completions/min_length",
         "completions/max_length",
     ), "eval/length"),
-    (Chart("No signal, cut short", "share of groups; of samples", zero=True, noisy=True, percent=True), (
+    (Chart("No signal, truncated", "share of groups; of samples", zero=True, noisy=True, percent=True), (
         "frac_reward_zero_std", "completions/clipped_ratio",
     ), ""),
     (Chart("Clipped ratios", "share of tokens", zero=True, noisy=True, percent=True), (
@@ -58,10 +58,10 @@ RL_CHARTS = (
     ), ""),
     (Chart("Trainers' time", "share of wall-clock", stacked=True, percent=True), ("trainer_time/*",), ""),
     (Chart("Engines' time", "share of wall-clock", stacked=True, percent=True), ("engine_time/*",), ""),
-    (Chart("Samples that are trained", "share of those generated", zero=True, percent=True), (
+    (Chart("Samples that are trained", "share of generated samples", zero=True, percent=True), (
         "rollout/keep_rate",
     ), ""),
-    (Chart("Buffer", "complete rollout steps that wait", zero=True), ("rollout/buffered",), ""),
+    (Chart("Buffer", "waiting complete rollout steps", zero=True), ("rollout/buffered",), ""),
     (Chart("Staleness", "versions of the weights", zero=True), ("staleness/mean", "staleness/max"), ""),
 )  # fmt: skip
 # Charts of system.jsonl, by the name of the key, or for GPUs by its last part.
@@ -112,7 +112,7 @@ def _rl_charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], set[str]]:
     for chart, patterns, evaluated in RL_CHARTS:
         keys = [key for pattern in patterns for key in names if fnmatchcase(key, pattern)]
         keys = [key for key in keys if any(run.has(key) for run in rl_runs)]
-        if not keys or (len(keys) == 1 and "rewards/*/mean" in patterns):  # one function's reward is the reward
+        if not keys or (len(keys) == 1 and "rewards/*/mean" in patterns):  # with one function, its reward is the reward
             continue
         if len(runs) > 1:
             keys = keys[:1]
@@ -138,8 +138,8 @@ def _rl_charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], set[str]]:
 
 
 def _curves(runs: Sequence[ReportedRun], key: str, *, colour: int = 0, held_out: bool = False) -> list[Series]:
-    """The curve of a metric for each run that has it. Of several runs, each is named after its run and has the colour
-    of the run; of one run it is named after the metric and has the colour `colour`. held_out: as in Series."""
+    """The curve of a metric for each run that has it. With several runs, each curve has the name and colour of its run;
+    with one run, it has the name of the metric and the colour `colour`. held_out: as in Series."""
     curves = []
     for index, run in enumerate(runs):
         if any(key in line for line in run.lines):
@@ -159,7 +159,7 @@ def _phase_chart(run: ReportedRun) -> Chart:
 
 
 def _other_charts(runs: Sequence[ReportedRun], keys: Sequence[str]) -> list[Chart]:
-    """One chart for each key. For a single run, keys such as `eval/NAME/loss` share a chart, with a series a NAME."""
+    """One chart for each key. For a single run, keys such as `eval/NAME/loss` share a chart, with a series per NAME."""
     groups: dict[str, list[str]] = {}
     for key in keys:
         parts = key.split("/")
@@ -171,7 +171,7 @@ def _other_charts(runs: Sequence[ReportedRun], keys: Sequence[str]) -> list[Char
         if len(members) > 1:
             series = [replace(curve, name=curve.name.split("/")[1], colour=index) for index, curve in enumerate(series)]
         leaf = pattern.rpartition("/")[2]
-        # Accuracy counts whole answers in `weft rl`, and tokens in other runs.
+        # Accuracy counts complete answers in `weft rl`, and tokens in other runs.
         answers = leaf == "accuracy" and any(run.is_rl for run in runs)
         unit = "share of held-out prompts" if answers else _UNITS.get(leaf, "")
         percent = leaf in ("accuracy", "exact", "clipped_ratio") or leaf.startswith("pass@")
@@ -180,8 +180,8 @@ def _other_charts(runs: Sequence[ReportedRun], keys: Sequence[str]) -> list[Char
 
 
 def system_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Charts of the first rank's machine, over time without pauses. For one run, each GPU has a series; of several
-    runs, each run has one, the mean over its GPUs."""
+    """Charts of the first rank's machine over time, without pauses. With one run, each GPU has a series; with several
+    runs, each run has a series, the mean over its GPUs."""
     times = [_running_minutes(run) for run in runs]
     longest = max((minutes[-1] for minutes in times if minutes), default=0.0)
     over, scale = ("hours", 1 / 60) if longest > 180.0 else ("minutes", 1.0) if longest > 3.0 else ("seconds", 60.0)
@@ -218,7 +218,7 @@ def _running_minutes(run: ReportedRun) -> list[float]:
 
 def without_zeros(drawn: Sequence[Chart], *, one_run: bool) -> tuple[list[Chart], list[str]]:
     """(The charts that are not zero throughout, names of the others). one_run: the series of a chart are metrics of one
-    run, so that single zero series are removed, too; else they are one metric of several runs."""
+    run, so single zero series are also removed; otherwise they are one metric of several runs."""
     remaining, zero = [], []
     for chart in drawn:
         flat = [series.name for series in chart.series if series.is_zero]

@@ -1,6 +1,6 @@
-"""`weft report`: one self-contained HTML page about a run, or comparing several runs. Imports no torch.
+"""`weft report`: one self-contained HTML page about a run, or about several runs. Imports no torch.
 
-Runs in progress and runs that ended early have a page, too.
+Runs in progress and runs that ended early also have a page.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _MAX_VALUE = 300  # characters of a value of the config in a table
 
 
 def run(options: ReportOptions) -> tuple[Path, list[str]]:
-    """Writes the page, with options.follow again and again until no run goes on. Returns its path, and notes on what
-    could not be read. Raises UserError if a folder holds no run, or the page cannot be written."""
+    """Writes the page; with options.follow it rewrites the page until all runs have ended. Returns its path, and notes
+    on unreadable files. Raises UserError if a folder contains no run, or if the page cannot be written."""
     while True:
         try:
             target, runs = _write(options)
@@ -60,12 +60,12 @@ def _write(options: ReportOptions) -> tuple[Path, list[ReportedRun]]:
     else:
         target = runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html")
         if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
-            raise UserError(f"{target}: is no regular file and is not overwritten: remove it, or set --output.")
+            raise UserError(f"{target}: not a regular file, so weft does not overwrite it: remove it, or set --output.")
     try:
         reloaded = options.every if options.follow and any(reported.is_running for reported in runs) else None
         written = target.with_name(f"{target.name}.partial") if options.follow else target
         written.write_text(page(runs, reloaded), encoding="utf-8", errors="backslashreplace")
-        written.replace(target)  # with --follow, so that a browser never reads half a page
+        written.replace(target)  # with --follow, a browser must never read an incomplete page
     except OSError as error:
         raise UserError(f"--output: {target} cannot be written: {error.strerror}.") from error
     return target, runs
@@ -74,7 +74,7 @@ def _write(options: ReportOptions) -> tuple[Path, list[ReportedRun]]:
 def page(runs: Sequence[ReportedRun], reloaded: int | None = None) -> str:
     """The page as HTML. reloaded: seconds after which a browser loads it again."""
     template = files("weft.observe.report").joinpath("page.html").read_text(encoding="utf-8")
-    # A browser would obey control characters that reverse the order of text: `clean` escapes them.
+    # A browser would apply control characters that reverse the order of text: `clean` escapes them.
     environment = Environment(
         autoescape=True,
         trim_blocks=True,
@@ -172,7 +172,7 @@ def _status(run: ReportedRun) -> str:
 
 
 def _facts(run: ReportedRun) -> dict[str, str]:
-    """Name -> text: where, when and on what the run was started the last time, and by which command."""
+    """Name -> text: host, time and hardware of the last start, and its command."""
     if not run.starts:
         return {}
     start = run.starts[-1]
@@ -195,7 +195,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
 
 
 def _day(text: str) -> str:
-    """`2026-11-26 08:59:33 UTC` of a time in ISO 8601; other texts as they are."""
+    """`2026-11-26 08:59:33 UTC` for a time in ISO 8601; other texts unchanged."""
     try:
         return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError):
@@ -261,7 +261,7 @@ def _figures(run: ReportedRun) -> dict[str, tuple[str, str]]:
     skipped, epochs = sum(bool(line.get("skipped")) for line in run.lines), run.lines[-1].get("epoch")
     figures["Steps"] = (f"{run.lines[-1]['step']:,}", f"{skipped} skipped" + (f"; epoch {epochs}" if epochs else ""))
     tokens, trained = (count(round(sum(run.values(key)))) for key in ("tokens", "loss_tokens"))
-    figures["Tokens"] = (tokens, f"{trained} of them trained on")
+    figures["Tokens"] = (tokens, f"{trained} of them trained")
     if rates := run.values("tokens_per_second"):
         mfu = run.values("mfu")
         figures["Tokens/s"] = (

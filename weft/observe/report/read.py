@@ -1,5 +1,5 @@
-"""What `weft report` reads of a run folder. Files may be incomplete, damaged, or written by someone else: whatever
-cannot be shown is left out with a note. Imports no torch."""
+"""Reads a run folder for `weft report`. Files may be incomplete, damaged, or written by someone else. Content that
+cannot be shown is omitted with a note. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ MAX_KEYS = 500  # metrics, GPUs and ranks that are shown
 _MAX_STEP, _LARGEST, _SMALLEST = 10**12, 1e30, 1e-30
 _MAX_NAME, _MAX_CONFIG = 200, 1 << 20
 _MAX_RANKS, _MAX_MESSAGE = 64, 500  # of a failure: ranks that are shown, characters of each message
-_COMPARED = 512  # last bytes of metrics.jsonl by which a replaced file is recognised
-_RUNNING_SECONDS = 120.0  # a run whose last step is younger is running, where its lock cannot be seen
+_COMPARED = 512  # last bytes of metrics.jsonl, which identify a replaced file
+_RUNNING_SECONDS = 120.0  # if the lock is not visible, a run counts as running when its last step is younger
 
 
 @dataclass(frozen=True)
 class ReportedRun:
     """The content of a run folder. summary: empty if the run has not ended. rollouts: for `weft rl`, the best and the
     worst samples of the last rollout step. over_time: for `weft rl`, answers to the same prompts. timelines: of its
-    samples. starts: lines of starts.jsonl, each with its end. failures: what each rank was doing when the last start
-    failed, the probable cause first. system: lines of system.jsonl. is_running: whether the run goes on. notes: what
-    could not be read."""
+    samples. starts: lines of starts.jsonl, each with its end. failures: the last activity of each rank in the last
+    failed start, the probable cause first. system: lines of system.jsonl. is_running: whether the run continues. notes:
+    unreadable content."""
 
     folder: Path
     name: str
@@ -67,7 +67,7 @@ class ReportedRun:
 
     @property
     def is_rl(self) -> bool:
-        """Whether `weft rl` wrote the run: the config has the section rl, or a line names a rollout step."""
+        """Whether `weft rl` wrote the run: the config has the section rl, or a line contains a rollout step."""
         return "rl" in self.config or any("rollout" in line for line in self.lines)
 
     def points(self, key: str) -> tuple[list[float], list[float | None]]:
@@ -76,7 +76,7 @@ class ReportedRun:
         return [x for x, _ in points], [y for _, y in points]
 
     def values(self, key: str) -> list[float]:
-        """The values of a metric that are numbers."""
+        """The numeric values of a metric."""
         return [value for value in self.points(key)[1] if value is not None]
 
     def has(self, key: str) -> bool:
@@ -84,25 +84,25 @@ class ReportedRun:
 
 
 class NoStepError(UserError):
-    """A run goes on, and no step of it has ended yet."""
+    """A run is running, but no step of it has ended yet."""
 
 
 def read_run(folder: Path, tail: MetricsTail | None = None) -> ReportedRun:
-    """Reads everything that the page shows of a run folder. tail: reads its metrics, without samples, checkpoints and
-    the machine's load, which are most of it. Raises UserError if no step is recorded there, NoStepError while one may
-    come."""
-    metrics, unread = folder / "metrics.jsonl", f"{folder}: no step has ended yet, so there is nothing to show."
+    """Reads all content of a run folder for the page. tail: reads its metrics; samples, checkpoints and the machine's
+    load, which take most of the time, are then omitted. Raises UserError if no step is recorded, or NoStepError if the
+    first step may still end."""
+    metrics, unread = folder / "metrics.jsonl", f"{folder}: no step has ended yet, so weft has nothing to show."
     if not metrics.is_file():
         if _is_running(folder, {}):
             raise NoStepError(unread)
-        problem = "holds no metrics.jsonl, so it has no step of a run" if folder.is_dir() else "does not exist"
-        raise UserError(f"{folder}: it {problem}. Name the run.dir of a run.")
+        problem = "contains no metrics.jsonl, so it has no step of a run" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder}: it {problem}. Write the run.dir of a run.")
     notes: list[str] = []
     if tail is None:
         written = _read_lines(metrics, notes)
         lines = [_plain(line) for line in written if _has_step(line)]
         if len(lines) < len(written):
-            notes.append(f"{metrics}: {len(written) - len(lines):,} lines name no step and are left out")
+            notes.append(f"{metrics}: {len(written) - len(lines):,} lines without a step are omitted")
     else:
         lines = tail.read()
     starts = _read_starts(folder / STARTS, notes)
@@ -143,16 +143,16 @@ def read_run(folder: Path, tail: MetricsTail | None = None) -> ReportedRun:
 
 
 class MetricsTail:
-    """The lines of a metrics.jsonl that grows. Each read parses what was appended since the last; a file that was
-    replaced, or cut and written again (by a resumed run), is read from its start."""
+    """The lines of a metrics.jsonl that grows. Each read parses the bytes that were appended since the last read. A
+    file that was replaced, or truncated and rewritten (by a resumed run), is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: list[Line] = []
-        self._offset, self._last = 0, b""  # after the last complete line; the bytes before it
+        self._offset, self._last = 0, b""  # the position after the last complete line; the bytes before it
 
     def read(self) -> list[Line]:
-        """All lines so far; without an incomplete last one, which a later read completes."""
+        """All lines so far, without an incomplete last line, which a later read returns."""
         with self._path.open("rb") as stream:
             stream.seek(self._offset - len(self._last))
             if stream.read(len(self._last)) != self._last:
@@ -196,7 +196,7 @@ def _read_text(path: Path, notes: list[str]) -> str:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Line]:
-    """The objects of a JSONL file. An incomplete last line, as a killed run leaves it, is skipped without a note."""
+    """The objects of a JSONL file. An incomplete last line, which a killed run leaves, is skipped without a note."""
     objects, skipped = [], 0
     texts = _read_text(path, notes).split("\n")
     for number, text in enumerate(texts):
@@ -210,7 +210,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[Line]:
         else:
             skipped += 1
     if skipped:
-        notes.append(f"{path}: {skipped:,} lines are no JSON objects and are left out")
+        notes.append(f"{path}: {skipped:,} lines are not JSON objects and are omitted")
     return objects
 
 
@@ -219,16 +219,16 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         content = json.loads(_read_text(path, notes) or "{}")
     except (ValueError, RecursionError):
-        notes.append(f"{path}: is no JSON and is left out")
+        notes.append(f"{path}: not valid JSON, omitted")
         return {}
     if not isinstance(content, dict):
-        notes.append(f"{path}: is no JSON object and is left out")
+        notes.append(f"{path}: not a JSON object, omitted")
         return {}
     return content
 
 
 def _plain(line: Line) -> Line:
-    """The line with its texts, booleans, and finite numbers that a chart can show; other values become None."""
+    """The line with its texts, booleans, and finite numbers that a chart can show. Other values become None."""
     plain: Line = {}
     for key, value in line.items():
         if not isinstance(value, bool | str):
@@ -269,8 +269,8 @@ def _read_starts(path: Path, notes: list[str]) -> list[Line]:
 
 
 def _read_failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> list[dict[str, Any]]:
-    """The files that the ranks of the last start left in RUN/flight, if it failed. Ranks that lost their connection to
-    another come last: they are consequences."""
+    """The files that the ranks of the last start wrote to RUN/flight, if it failed. Ranks that lost their connection to
+    another rank come last, because their failures are consequences."""
     if not starts or ("ended" in starts[-1] and not starts[-1].get("error")):
         return []
     try:
@@ -291,8 +291,8 @@ def _read_failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> li
 
 
 def _is_running(folder: Path, start: Mapping[str, Any]) -> bool:
-    """Whether the run goes on: a process of this machine holds its lock, or it was started on another machine, whose
-    locks may not be seen here, and its last step ended just now. start: the last one, with its end."""
+    """Whether the run continues: a process of this machine holds its lock; or it was started on another machine, whose
+    locks may not be visible here, and its last step ended recently. start: the last one, with its end."""
     lock = folder / LOCK
     try:
         if lock.is_symlink() or not lock.is_file():
@@ -309,7 +309,7 @@ def _is_running(folder: Path, start: Mapping[str, Any]) -> bool:
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """The complete checkpoints, the newest first: step, size, and the links that point at each."""
+    """The complete checkpoints, the newest first: step, size, and the links to each."""
     if not folder.is_dir():
         return []
     links = {link.name: Path(os.readlink(link)).name for link in folder.iterdir() if link.is_symlink()}

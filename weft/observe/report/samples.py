@@ -1,6 +1,6 @@
 """The prompts and answers that `weft report` shows: samples of rollouts and evaluations, with thumbnails of images.
 
-The records of a run are not trusted: the page escapes texts, and images are opened with limits.
+The records of a run are not trusted. The page escapes texts, and opens images with limits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from weft.errors import UserError
 from weft.inference.records import EVALUATIONS, FOLDER, Answer, read_answers, rollout_files
 from weft.observe.rollouts import ending, reward_text
 
-# How many of the best and of the worst samples are shown, each of a different prompt.
+# Number of the best and of the worst samples that are shown, each of a different prompt.
 _MAX_SAMPLES = 3
-# Of samples over time: steps that are read, from the first to the last, and prompts that are shown.
+# For samples over time: number of steps that are read, from the first to the last, and of prompts that are shown.
 _MAX_STEPS, _MAX_PROMPTS = 8, 4
-_MAX_ANSWERS = 6  # answers to a prompt of eval.prompts that are not folded away
-# The middle of a long text is left out: characters that are shown of its beginning, of its end.
+_MAX_ANSWERS = 6  # answers to a prompt of eval.prompts that are not folded
+# The middle of a long text is omitted: numbers of characters that are shown from its beginning and its end.
 _SHOWN_FIRST, _SHOWN_LAST = 3000, 1000
 _SIDE = 112  # largest width and height of a thumbnail in pixels
 _MAX_THUMBNAILS = 6  # of one prompt
@@ -78,8 +78,8 @@ def _first_by_prompt(answers: Sequence[Answer], count: int) -> list[Answer]:
 
 
 def samples_over_time(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """How answers and rewards changed, for evaluations, whose prompts stay the same, and for rollouts. If no prompt of
-    the rollouts was repeated, the first prompt of each step is shown. notes: files that cannot be read are added."""
+    """The changes of answers and rewards, for evaluations, whose prompts stay the same, and for rollouts. If no prompt
+    of the rollouts was repeated, the first prompt of each step is shown. notes: unreadable files are added."""
     parts = []
     for kind, unit, name in ((EVALUATIONS, "step", "Held-out prompts"), (FOLDER, "rollout step", "Training prompts")):
         files = rollout_files(folder / kind)
@@ -105,7 +105,7 @@ def samples_over_time(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _timeline(answers: Mapping[int, Sequence[Answer]], unit: str) -> dict[str, Any]:
-    """The first answer of each step, with its reward and the mean of all answers to the prompt. unit: of steps."""
+    """The first answer of each step, with its reward and the mean over all answers to the prompt. unit: of steps."""
     firsts = [samples[0] for samples in answers.values()]
     same_prompt = len({answer.prompt for answer in firsts}) == 1
     moments = []
@@ -122,7 +122,7 @@ def _timeline(answers: Mapping[int, Sequence[Answer]], unit: str) -> dict[str, A
 
 def answers_by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The lines of samples.jsonl, grouped by prompt and images, prompts and answers in order. moments: the first, the
-    last and some between; every: all, if these are more."""
+    last and some in between; every: all, if there are more."""
     groups: dict[str, dict[str, Any]] = {}
     for sample in samples:
         prompt, images = _as_text(sample.get("prompt", "")), sample.get("images")
@@ -145,7 +145,7 @@ def evenly(steps: Sequence[int], count: int) -> list[int]:
 
 
 def _as_text(value: object) -> str:
-    """A text as it is; messages as lines of `role: content`."""
+    """A text unchanged; messages as lines of `role: content`."""
     if isinstance(value, list):
         return "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in value)
     return str(value)
@@ -153,7 +153,7 @@ def _as_text(value: object) -> str:
 
 def _shortened(text: str) -> str:
     hidden = len(text) - _SHOWN_FIRST - _SHOWN_LAST
-    return text if hidden <= 0 else f"{text[:_SHOWN_FIRST]}\n[{hidden:,} characters left out]\n{text[-_SHOWN_LAST:]}"
+    return text if hidden <= 0 else f"{text[:_SHOWN_FIRST]}\n[{hidden:,} characters omitted]\n{text[-_SHOWN_LAST:]}"
 
 
 def thumbnails(names: object) -> list[dict[str, str]]:

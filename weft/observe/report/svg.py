@@ -1,6 +1,6 @@
 """Line charts and stacked areas as SVG, for page.py. Numbers in, text out; imports no torch.
 
-A chart is drawn in a box of WIDTH x HEIGHT units that the page scales. Colours are CSS variables --c0 to --c7.
+A chart is drawn in a box of WIDTH x HEIGHT units, which the page scales. Colours are CSS variables --c0 to --c7.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 WIDTH, HEIGHT = 640.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 36.0
 COLOURS = 8
-# A longer series is drawn as means of at most so many buckets, over an area from the lowest to the highest value.
+# A longer series is drawn as means of at most this many buckets, over an area from the lowest to the highest value.
 _MOST_POINTS = 800
-# Series of up to so many points have a dot at each.
+# Series of up to this many points have a dot at each point.
 _MARKED_TO = 40
-# Noisy series of at least so many points have a smoothed line in front.
+# Noisy series of at least this many points have a smoothed line in front.
 _SMOOTHED_FROM = 60
 # Positive values that span more than this factor are drawn on a logarithmic scale if Chart.log allows it.
 _LOG_FACTOR = 50.0
@@ -48,7 +48,7 @@ class Series:
 class Chart:
     """One chart. unit: of the values. zero: the y axis includes 0. log: the y axis may be logarithmic. noisy: long
     series are smoothed. stacked: series are stacked areas. percent: values are shares. marks: x of skipped steps.
-    over: what x counts; STEPS are whole numbers."""
+    over: the quantity on the x axis; STEPS are whole numbers."""
 
     title: str
     unit: str
@@ -91,7 +91,7 @@ def numeric(value: object) -> Value:
 
 def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
     """(SVG, the data with which the page shows values under the pointer). data["base"]: the number that is subtracted
-    from the numbers on the y axis, "" if none is."""
+    from the numbers on the y axis; "" for none."""
     reduced = [(series, _buckets(series)) for series in chart.series]
     tops = _stack([buckets for _, buckets in reduced]) if chart.stacked else []
     steps = [x for series in chart.series for x in series.x]
@@ -134,7 +134,7 @@ def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
 
 
 def logarithmic(chart: Chart) -> bool:
-    """Whether this chart gets a logarithmic axis."""
+    """Whether the axis of this chart is logarithmic."""
     values = [value for series in chart.series for value in series.y if value is not None]
     return chart.log and bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FACTOR
 

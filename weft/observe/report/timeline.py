@@ -1,7 +1,7 @@
 """When samples were generated, rewarded and trained: timelines of `weft report` as SVG. Imports no torch.
 
-The first has a row for each engine, over the last rollout steps; the second one for each of the slowest groups, or
-samples of agents and environments, of the last step.
+The first timeline has a row for each engine, over the last rollout steps. The second has a row for each of the slowest
+groups of the last step, or of its samples of agents and environments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.observe.report.svg import ticks
 
 _MAX_STEPS, _MAX_ROWS = 5, 40
 _WIDTH, _LEFT, _ROW, _TOP = 1100.0, 170.0, 17.0, 6.0
-# Colour of each part of a life.
+# The colour of each phase of a sample.
 PARTS = {"waits for an engine": 4, "generated": 0, "environment or agent": 1, "rewards": 2, "until trained": 7}
 
 
@@ -86,7 +86,7 @@ def _bars(life: SampleLife) -> list[_Bar]:
 
 
 def _engines(steps: dict[int, list[SampleLife]]) -> str:
-    """A row per engine with the spans in which it had requests, and a line at the end of each step's training."""
+    """A row per engine with the intervals in which it had requests, and a line at the end of each step's training."""
     spans: dict[int, set[tuple[float, float]]] = {}
     for lives in steps.values():
         for life in lives:
