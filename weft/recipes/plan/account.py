@@ -1,4 +1,4 @@
-"""The memory of a run on the ranks that it has: an account after it ran out, and the recomputation that fits."""
+"""The memory of a run on its ranks: an account after memory ran out, and the recomputation that fits."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from weft.terminal import byte_count
 
 Config = TypeVar("Config", bound=SftConfig)
 _SHOWN = 3
-_WORTHWHILE = 0.03  # of a rank's memory: a setting that saves less is not shown
+_WORTHWHILE = 0.03  # of a rank's memory: a setting that saves less is not printed
 
 
 @dataclass(frozen=True)
 class Situation:
-    """A run and the ranks that it has. room: bytes of a rank. beside: bytes of other models on the same ranks. machine:
-    its rates order settings by time; those of an H100 where the device's are not known."""
+    """A run and its ranks. room: bytes of a rank. beside: bytes of other models on the same ranks. machine: its rates
+    order settings by time; an H100's rates replace the device's if those are unknown."""
 
     config: Any
     model: Blueprint
@@ -74,23 +74,23 @@ class Situation:
 
     @property
     def parts(self) -> int:
-        """Over how many ranks a document may be cut."""
+        """The maximum number of ranks over which a document is split."""
         return self.mesh.cp if self.model.built.cuts_documents else 1
 
     @property
     def stated_longest(self) -> int | None:
-        """Tokens of the longest document, if the config says it."""
+        """Tokens of the longest document, if the config determines it."""
         if isinstance(self.config, RlConfig):
             return self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
         longest: int | None = self.config.data.max_length
         return longest
 
     def longest(self, budget: int) -> int:
-        """Tokens that the longest document reads, where a row holds `budget` tokens."""
+        """Maximum number of tokens of a document, if a row has at most `budget` tokens."""
         return min(budget * self.parts, self.stated_longest or budget * self.parts)
 
     def rows(self, budget: int, length: int) -> RowFacts:
-        """A step of full rows of so many tokens, of documents that read `length` tokens, or less to fill rows."""
+        """A step of full rows of `budget` tokens, with documents of `length` tokens, or shorter ones that fill rows."""
         ranks = self.mesh.dp_replicate * self.mesh.shards
         if length <= budget:
             length = budget // -(-budget // length)
@@ -102,8 +102,8 @@ class Situation:
     def memory_and_seconds(
         self, choice: Choice, budget: int, mesh: MeshSizes | None = None, length: int | None = None
     ) -> tuple[Memory, float]:
-        """(memory of the fullest rank, seconds of a token in a step) under these settings. length: tokens that each
-        document reads; None for the longest that there can be."""
+        """(memory of the fullest rank, seconds per token in a step) with these settings. length: tokens of each
+        document; None for the longest possible."""
         model, chosen_mesh = self.model, mesh or self.mesh
         stated = Choice.of(model.config)
         if (choice.cpu_offload, choice.state_dtype, choice.base) != (
@@ -118,11 +118,12 @@ class Situation:
 def chosen_recompute(
     config: SftConfig, world: int, device: Device, assumed: Accelerator | None = None
 ) -> tuple[RecomputeSetting, str]:
-    """(The policy that takes the least time of those that fit, a line that says why). What takes the least memory, if
-    none fits. Raises UserError in a process that already is one of several ranks."""
+    """(The fastest policy that fits, a line with the reason). If none fits, the policy that needs the least memory.
+    Raises UserError in a process that is already one of several ranks."""
     if dist.is_initialized():
         raise UserError(
-            "model.recompute=auto is chosen before the ranks join each other, which these have: set model.recompute."
+            "model.recompute=auto is chosen before the ranks form a process group, and these already have one: set "
+            "model.recompute to none, selective or full."
         )
     situation = Situation.of(config, world, device, assumed)
     stated, budget = Choice.of(situation.model.config), config.step.max_tokens_per_device
@@ -138,17 +139,17 @@ def chosen_recompute(
         options.append((seconds, memory.fullest, policy))
     fitting = [option for option in options if option[1] <= room and (option[2] != "none" or stated.offload == "off")]
     _, size, policy = min(fitting) if fitting else min(options, key=lambda option: option[1])
-    words = "it takes the least time of what fits" if fitting else "nothing fits, and it takes the least memory"
+    words = "the fastest setting that fits" if fitting else "nothing fits, and this setting needs the least memory"
     return policy, (
-        f"recompute model.recompute=auto is {policy}: {words}, {byte_count(size)} of {byte_count(round(room))} by "
-        "arithmetic"
+        f"recompute model.recompute=auto is {policy}: {words}, {byte_count(size)} of {byte_count(round(room))} "
+        "(estimated)"
     )
 
 
 def with_chosen_recompute(
     config: Config, world: int, device: Device, assumed: Accelerator | None = None
 ) -> tuple[Config, str]:
-    """The config with a model.recompute that is not auto, and a line about it, "" if it was none."""
+    """The config with a model.recompute that is not auto, and a line about the choice, or "" if there was none."""
     if config.model.recompute != "auto":
         return config, ""
     policy, line = chosen_recompute(config, world, device, assumed)
@@ -157,8 +158,8 @@ def with_chosen_recompute(
 
 @dataclass(frozen=True)
 class Knob:
-    """A change of the config. saved: bytes of a rank. slower: by which share a token takes longer. exact: whether
-    numbers stay as they are."""
+    """A change of the config. saved: bytes of a rank. slower: relative increase of the time per token. exact: whether
+    results do not change."""
 
     override: str
     saved: int
@@ -168,8 +169,8 @@ class Knob:
 
 
 def knobs(situation: Situation) -> list[Knob]:
-    """The changes that save memory, those first that cost least time; of each key the cheapest one that is worth
-    it, and the one that saves most if none is."""
+    """The changes that save memory, in the order of their cost in time. For each key: the cheapest change that is
+    worthwhile, or the one that saves most if none is."""
     stated, config = Choice.of(situation.model.config), situation.model.config
     budget = config.step.max_tokens_per_device
     now, seconds = situation.memory_and_seconds(stated, budget)
@@ -183,7 +184,7 @@ def knobs(situation: Situation) -> list[Knob]:
     smaller = max(budget // 2, -(-(situation.stated_longest or 0) // situation.parts))
     step = replace(situation.config.step, max_tokens_per_device=smaller)
     if 4 <= smaller < budget and not check_config(replace(situation.config, step=step)):
-        length = situation.longest(smaller)  # of both, because attention costs more in longer documents
+        length = situation.longest(smaller)  # in both cases, because attention costs more in longer documents
         memory, other = situation.memory_and_seconds(stated, smaller, length=length)
         slower = other / situation.memory_and_seconds(stated, budget, length=length)[1] - 1.0
         note = "" if situation.stated_longest else f"if no document is longer than {length} tokens"
@@ -217,7 +218,7 @@ def knobs(situation: Situation) -> list[Knob]:
 
 
 def account_lines(config: SftConfig | RlConfig, world: int, device: Device) -> Iterator[str]:
-    """What a rank needs by arithmetic, and the cheapest settings that save memory."""
+    """The estimated memory of a rank, and the cheapest settings that save memory."""
     hf.import_architectures(config.model.imports, config.model.path)
     situation = Situation.of(config, world, device)
     memory, _ = situation.memory_and_seconds(
@@ -235,21 +236,21 @@ def account_lines(config: SftConfig | RlConfig, world: int, device: Device) -> I
     ]  # fmt: skip
     words = ", ".join(f"{name} {byte_count(size)}" for name, size in parts if size)
     total = memory.fullest + situation.beside
-    yield f"account  of the fullest rank, by arithmetic: {words}"
+    yield f"account  of the fullest rank, estimated: {words}"
     yield f"         at the fullest {byte_count(total)}; a rank has {byte_count(situation.room)}"
     if memory.unknown:
-        yield f"         without activations, which are not known for this model ({memory.unknown})"
+        yield f"         without activations, which weft cannot estimate for this model ({memory.unknown})"
     found = knobs(situation)[:_SHOWN]
     yield "cheapest settings that save memory, each by itself:" if found else "no setting saves much"
     for knob in found:
         cost = "no slower" if knob.slower < 0.005 else f"{knob.slower:.0%} slower"
         note = f" ({knob.note})" if knob.note else ""
         yield f"         {knob.override} saves {byte_count(knob.saved)}, {cost}{note}"
-    yield "         weft plan with --search, on the same config, finds settings that fit together"
+    yield "         weft plan --search, with the same config, finds combinations of settings that fit"
 
 
 def memory_account(config: SftConfig | RlConfig, world: int, device: Device) -> Sequence[str]:
-    """The lines of `account_lines`; what is in the way of them, if something is: the run's own error is shown first."""
+    """The lines of `account_lines`, or a line about an error in them: the run's error must be printed first."""
     try:
         return list(account_lines(config, world, device))
     except Exception as error:  # of any type: the account must not hide the failure

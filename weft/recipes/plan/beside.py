@@ -1,7 +1,7 @@
-"""The models that a job holds or reads beside the trained one: their memory on a rank, and what reading adds to a step.
+"""The other models of a command, such as a reference or teachers: their memory on a rank, and their time in a step.
 
-`weft plan` and dry runs share this. A model with weights of its own is a Blueprint on its own mesh; the base under
-adapters and an average are read in the trained model.
+`weft plan` and dry runs share this. A model with separate weights is a Blueprint on its mesh. The base under adapters
+and an average are computed with the trained model.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from weft.rl.model_engines import critic_config, reference_config, reward_model_
 from weft.rl.reference_critic import device_role, own_ranks, shared_with_trainers, where_separate
 from weft.terminal import byte_count, counted
 
-# As StepLengths.plan.
+# Same signature as StepLengths.plan.
 RowsOf = Callable[[Blueprint, MeshSizes, int | None], tuple[StepPlan, RowFacts]]
 
 
 @dataclass(frozen=True)
 class ModelBeside:
-    """A model beside the trained one. section: of its keys. config: of its engine; None if the trained model's weights
-    are read, or if it has no memory in a step. note: where it is read, and when. reads: forwards of the step's
-    documents; a teacher of some of the documents has a share of one. first_epoch: whether later epochs read nothing.
-    has_head: whether a copy of its head is on the trained model's ranks. ranks: separate ones, on the same devices or,
-    with ahead, on others, where it reads the next step's documents meanwhile. path: of its model."""
+    """A model in addition to the trained one. section: of its keys. config: of its engine; None if the trained model's
+    weights are used, or if it needs no memory in a step. note: where and when it computes. reads: number of forwards of
+    the step's documents; a fraction for a teacher of some of the documents. first_epoch: whether it computes nothing in
+    later epochs. has_head: whether a copy of its head is on the trained model's ranks. ranks: number of separate ranks,
+    on the same devices; with ahead, on other devices, where it computes the next step's documents at the same time.
+    path: of its model."""
 
     name: str
     section: str
@@ -64,8 +65,8 @@ class ModelBeside:
 
 
 def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[ModelBeside]:
-    """The models beside the trained one. trained: that one's engine config. Forwards of `weft rl` are in no optimizer
-    step, and so have no reads; models with devices of their own are left out there."""
+    """The models in addition to the trained one. trained: the trained model's engine config. Forwards of `weft rl` are
+    not in an optimizer step, so they have no reads. Its models with separate devices are omitted."""
     if isinstance(config, RlConfig):
         engines = {
             "reference": reference_config(config), "teacher": teacher_config(config), "critic": critic_config(config),
@@ -86,13 +87,13 @@ def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[M
 
 
 def answers_of_example(config: SftConfig) -> int:
-    """Documents of one of the examples that step.documents counts: both answers of a pair, else one."""
+    """Documents per example that step.documents counts: two for a pair (both answers), otherwise one."""
     is_pair = config.preference.is_paired if isinstance(config, DpoConfig) else config.reads_preferences
     return 2 if is_pair else 1
 
 
 def prefix_of_pairs(config: SftConfig, documents: Sequence[Document]) -> int:
-    """Tokens that the two answers of a pair of these documents have in common, on average; 0 where none are pairs."""
+    """Mean number of tokens that the two answers of a pair share at their beginning; 0 without pairs."""
     if answers_of_example(config) == 1:
         return 0
     pairs = list(zip(documents[::2], documents[1::2], strict=True))
@@ -100,7 +101,7 @@ def prefix_of_pairs(config: SftConfig, documents: Sequence[Document]) -> int:
 
 
 def _alike(first: Tensor, second: Tensor) -> int:
-    """The number of tokens with which both begin."""
+    """The length of the common prefix."""
     shorter = min(len(first), len(second))
     return int((first[:shorter] == second[:shorter]).long().cumprod(0).sum())
 
@@ -109,14 +110,14 @@ def _reference(config: DpoConfig, trained: EngineConfig) -> list[ModelBeside]:
     preference, engine = config.preference, preference_reference(config, trained)
     if not preference.has_reference:
         return []
-    mismatched = float("kto" in preference.losses)  # answers to other prompts, which no cache has
+    mismatched = float("kto" in preference.losses)  # prompts with other prompts' answers, which are not cached
     reads = mismatched + (preference.cache != "disk")
     notes = [] if engine is not None else ["the trained model without its adapters"]
     if engine is not None and closes_reference(config):
         engine, notes = None, ["closed before the first step (preference.cache=disk)"]
     first = preference.cache == "memory" and not mismatched
     if first:
-        notes.append("read in the first epoch (preference.cache=memory)")
+        notes.append("computed in the first epoch (preference.cache=memory)")
     path = config.reference.path or config.model.path
     return [
         ModelBeside(
@@ -147,28 +148,28 @@ def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]
             "teacher",
             path,
             None if cached else teacher_beside(config, path, trained),
-            "opened for documents that distill.cache_dir lacks" if cached else "",
+            "opened for documents that are missing in distill.cache_dir" if cached else "",
             0.0 if cached else 1.0 / len(named),
             has_head=True,
             ranks=config.teacher.ranks,
             ahead=config.teacher.ranks is not None,
         )
         for name, path in named
-        if is_opened(path)  # lists need no model here
+        if is_opened(path)  # lists need no model
     ]
 
 
 @dataclass(frozen=True)
 class Reading(Part):
-    """A forward without gradients before a step. first_epoch: as in ModelBeside. ahead: whether it is of the next step
-    and on ranks of its own, so that it adds to a step only what it takes longer."""
+    """A forward without gradients before a step. first_epoch: as in ModelBeside. ahead: whether it computes the next
+    step on separate ranks, so that it adds to a step only the time by which it takes longer."""
 
     first_epoch: bool = False
     ahead: bool = False
 
 
 class Beside:
-    """The models beside a trained one, as blueprints."""
+    """The models in addition to a trained one, as blueprints."""
 
     def __init__(
         self,
@@ -179,8 +180,9 @@ class Beside:
         assumed: Accelerator | None,
         known: dict[str, Blueprint] | None = None,
     ) -> None:
-        """ranks: of the run. known: blueprints that other Besides have made, and that this one makes, whatever their
-        meshes and budgets. Raises UserError, with the section, for what is refused on every mesh, and on its own."""
+        """ranks: of the run. known: blueprints of earlier Besides, to which this one adds its own; they do not depend
+        on meshes and budgets. Raises UserError, with the section, for a model that every mesh refuses, including its
+        own."""
         self.config, self.trained, self.ranks = config, trained, ranks
         known = {} if known is None else known
         self.models = models_beside(config, replace(trained.config, mesh=config.mesh, step=config.step))
@@ -199,7 +201,7 @@ class Beside:
                 self._blueprints.append((blueprint, mesh))
 
     def rows(self, mesh: MeshSizes) -> list[EngineRow]:
-        """The memory of each on a rank. mesh: of the trained model."""
+        """The memory of each model on a rank. mesh: of the trained model."""
         rows = []
         for model, built in zip(self.models, self._blueprints, strict=True):
             if built is None:
@@ -209,7 +211,7 @@ class Beside:
                 row = _engine_row(model, memory)
                 if model.ahead:
                     size = byte_count(row.resident + (row.gathered or 0))
-                    where = f"in {counted(model.ranks or 0, 'rank')} of its own, {size} on each"
+                    where = f"on {counted(model.ranks or 0, 'separate rank')}, {size} on each"
                     row = EngineRow(model.name, note="; ".join(filter(None, [where, row.note])))
                 rows.append(row)
             if model.has_head:
@@ -219,7 +221,7 @@ class Beside:
             trained = self.trained
             copy = sum(tensor.nbytes for tensor in manifest_of(trained, trained.setup.precision.compute).values())
             if samples_separate(self.config.lora):
-                copy = trained.stored  # with adapters as masters; less where the ranks do not shard the base
+                copy = trained.stored  # with adapters, the size of the masters; smaller if ranks do not shard the base
             rows.append(
                 EngineRow("copy that samples", copy, note="before each step (distill.on_policy), with a KV cache")
             )
@@ -229,7 +231,7 @@ class Beside:
         return rows
 
     def _head_bytes(self, model: ModelBeside, blueprint: Blueprint | None, tp: int) -> int:
-        """Bytes of the rows of a teacher's head that a rank of the student keeps (engine/teachers.py:teacher_head)."""
+        """Bytes of the rows of a teacher's head on a rank of the student (engine/teachers.py:teacher_head)."""
         source = blueprint or self.trained
         if blueprint is None and model.path != self.trained.config.model.path:  # hidden states come from a cache
             assert isinstance(self.config, DistillConfig)
@@ -244,8 +246,8 @@ class Beside:
     def readings(
         self, mesh: MeshSizes, plan: StepPlan, rows: RowFacts, machine: Machine, rows_of: RowsOf
     ) -> list[Reading]:
-        """What a step reads before its forward: a forward of each model beside, and of the trained one where its loss
-        needs whole examples. mesh, plan, rows: of the trained model. rows_of: plans rows of the step's documents."""
+        """The forwards before a step's forward: one of each additional model, and one of the trained model if its loss
+        needs complete examples. mesh, plan, rows: of the trained model. rows_of: plans rows of the step's documents."""
         parts, forward = list[Reading](), forward_seconds(self.trained, mesh, rows, machine)
         for model, built in zip(self.models, self._blueprints, strict=True):
             seconds = forward
@@ -257,7 +259,7 @@ class Beside:
                 _, frozen_rows = rows_of(blueprint, frozen_mesh, model.config.step.max_tokens_per_device)
                 seconds = forward_seconds(blueprint, frozen_mesh, frozen_rows, machine)
             seconds *= model.reads
-            note = "; ".join([*filter(None, [model.note]), *["on ranks of its own, a step ahead"] * model.ahead])
+            note = "; ".join([*filter(None, [model.note]), *["on separate ranks, a step ahead"] * model.ahead])
             parts.append(Reading(f"{model.name}: forward", seconds, seconds, 0.0, note, model.first_epoch, model.ahead))
         share, note = self._read_of_trained(plan)
         if share:
@@ -265,25 +267,25 @@ class Beside:
         return parts
 
     def _read_of_trained(self, plan: StepPlan) -> tuple[float, str]:
-        """(Share of the step's documents that the trained model reads before its step, why)."""
+        """(Share of the step's documents that the trained model computes before its step, the reason)."""
         if isinstance(self.config, RewardConfig):
             parted = self.config.reads_preferences and parts_pairs(plan)
-            return float(parted), "scores of answers that are in another row than their pair's other"
+            return float(parted), "scores of answers in another row than their pair's other answer"
         if not isinstance(self.config, DpoConfig):
             return 0.0, ""
         preference, documents = self.config.preference, range(len(plan.documents))
         if any(facts.whole_step for facts in preference.facts):
-            return 1.0, "answers of the whole step, which preference.loss compares"
+            return 1.0, "all answers of the step, which preference.loss compares"
         examples = [documents[::2], documents[1::2]] if preference.is_paired else [documents]
         split = len(split_examples(examples, plan)) / len(examples[0])
         if "kto" in preference.losses:
             return 1.0 + split, "answers to other prompts, for the KL of kto"
-        return split, "answers of pairs that are not in one row"
+        return split, "answers of pairs that are in two rows"
 
 
 def with_waits(readings: Sequence[Reading], seconds: float) -> list[Reading]:
-    """The readings with what they add to steps of so many seconds: those that are made ahead, on ranks of their own and
-    one after the other, add what all of them take longer than the step."""
+    """The forwards with their addition to steps of `seconds`. Forwards on separate ranks run ahead, one after the
+    other: together they add the time by which they take longer than the step."""
     ahead = sum(part.seconds for part in readings if part.ahead)
     busy = seconds + sum(part.waits for part in readings if not part.ahead)
     share = max(0.0, ahead - busy) / ahead if ahead else 0.0
@@ -291,14 +293,14 @@ def with_waits(readings: Sequence[Reading], seconds: float) -> list[Reading]:
 
 
 def with_readings(time: StepTime, readings: Sequence[Reading]) -> StepTime:
-    """The time of a step that reads first."""
+    """The time of a step with these forwards before it."""
     readings = with_waits(readings, time.seconds)
     seconds = time.seconds + sum(part.waits for part in readings)
     return replace(time, seconds=seconds, parts=(*readings, *time.parts), mfu=time.mfu * time.seconds / seconds)
 
 
 def _engine_row(model: ModelBeside, memory: Memory) -> EngineRow:
-    """An engine's memory on the accelerator; with cpu_offload that is what its units need while they run."""
+    """An engine's memory on the accelerator. With cpu_offload it is the memory that its units need while they run."""
     holdings = memory.share
     if memory.offloaded:
         note = f"{byte_count(holdings.resident)} on the host (cpu_offload)"

@@ -1,4 +1,4 @@
-"""The facts of a model that hold for every mesh: its weights, how each axis may divide them, and its FSDP units."""
+"""The facts of a model that hold for every mesh: its weights, how each axis may split them, and its FSDP units."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ _WIDE_TP = 8
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the whole model, tied ones once. itemsize: bytes of a stored element. experts: number of a layer's
-    experts, if the parameter holds them all. strided: as in parallel/ep/experts.py. quantised: stored in the format
-    of lora.base."""
+    """A parameter of the complete model; tied parameters occur once. itemsize: bytes of a stored element. experts:
+    number of a layer's experts, if the parameter contains all of them. strided: as in parallel/ep/experts.py.
+    quantised: stored in the format of lora.base."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,8 +73,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Units:
-    """FSDP units that are alike. name: the common name, with `*` for numbers. weights: indices of the first unit's
-    weights. layers: the layer of each unit; None for units outside of the layers."""
+    """Equal FSDP units. name: the common name, with `*` for numbers. weights: indices of the first unit's weights.
+    layers: the layer of each unit; None for units outside of the layers."""
 
     name: str
     count: int
@@ -85,14 +85,14 @@ class Units:
 
 
 class Blueprint:
-    """A model that is built on meta once, for arithmetic on any number of meshes. Checks of small copies run once for
+    """A model that is built on meta once, for estimates on any number of meshes. Checks of small copies run once for
     each size of an axis."""
 
     def __init__(
         self, config: EngineConfig, device: Device, assumed: Accelerator | None, *, samples: bool = False
     ) -> None:
-        """samples: documents are rollouts, whose entropies are read. Raises UserError for what is refused on every
-        mesh."""
+        """samples: whether documents are rollouts, whose entropies are computed. Raises UserError for a model that
+        every mesh refuses."""
         self.config, self.assumed, self.samples = config, assumed, samples
         with fake_ranks(1, device, assumed) as ranks:
             self.setup: EngineSpec = make_spec(replace(config, mesh=MeshConfig()), ranks)
@@ -111,11 +111,11 @@ class Blueprint:
         self._kinds: dict[int, tuple[list[Weight], list[int]]] = {}
         self._units: dict[tuple[int, bool], tuple[Units, ...]] = {}
         self._shared: dict[tuple[int, int], list[Weight]] = {}
-        self.shares: dict[MeshSizes, list[Any]] = {}  # of holdings.py
+        self.shares: dict[MeshSizes, list[Any]] = {}  # cache of holdings.py
 
     def with_settings(self, config: EngineConfig) -> Blueprint:
-        """The same model under a config that differs in how memory is used: state of the optimizer, storage of the base
-        and of shards, activations."""
+        """The same model with a config that uses memory differently: optimizer state, storage of the base and of
+        shards, activations."""
         other = copy.copy(self)
         other.config = config
         other.setup = make_spec(replace(config, mesh=MeshConfig()), self.setup.ranks, self.setup.mesh)
@@ -136,7 +136,7 @@ class Blueprint:
 
     @cached_property
     def has_shared_experts(self) -> bool:
-        """Whether layers have experts that all tokens pass, after those that routers choose."""
+        """Whether layers have experts for all tokens, after the experts that routers choose."""
         return any("shared_" in name for name, _ in self.module.named_modules())
 
     @cached_property
@@ -173,13 +173,14 @@ class Blueprint:
         return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
 
     def styles(self, tp: int) -> TPPlan:
-        """How `tp` ranks may divide each weight."""
+        """How `tp` ranks may split each weight."""
         if tp not in self._styles:
             self._styles[tp] = find_tp_plan(self.module, self.text, tp)
         return self._styles[tp]
 
     def undivided(self, tp: int) -> list[tuple[Weight, bool]]:
-        """(Trained weight that every rank of tp has whole, whether it is inside a block that tp divides), for each."""
+        """(A trained weight that every rank of tp has completely, whether it is inside a block that tp splits), for
+        each."""
         styles, weights = self.styles(tp), []
         regions = set(styles.regions)
         for weight in self.weights:
@@ -194,8 +195,8 @@ class Blueprint:
         return [self.layer_of(weight.name) for weight in self.weights]
 
     def kinds(self, tp: int) -> tuple[list[Weight], list[int]]:
-        """(One weight of each kind, the index of each weight's kind): every mesh with this tp divides the weights of a
-        kind alike."""
+        """(One weight of each kind, the index of each weight's kind). Every mesh with this tp splits the weights of a
+        kind equally."""
         if tp not in self._kinds:
             styles = self.styles(tp).specs if tp > 1 else {}
             numbers: dict[object, int] = {}
@@ -210,8 +211,8 @@ class Blueprint:
         return self._kinds[tp]
 
     def units(self, tp: int, *, spread: bool) -> tuple[Units, ...]:
-        """The units, inner ones first, with units that are alike for this tp as one entry; the root, with the remaining
-        weights, is last. spread: experts are units of their own (ep)."""
+        """The units, inner ones first. Units that are equal for this tp are one entry. The root, with the remaining
+        weights, is last. spread: whether experts are separate units (ep)."""
         if (tp, spread) not in self._units:
             self._units[tp, spread] = self._find_units(tp, tuple(self.experts) if spread else ())
         return self._units[tp, spread]
@@ -255,7 +256,7 @@ class Blueprint:
         return check_pipeline(self.built.config, self.built.support, compute, delayed=delayed)
 
     def stages(self, pp: int) -> tuple[StagePlan, Pipeline] | None:
-        """The stages for `pp` ranks; None for one rank. Raises UserError if the model cannot be cut into them."""
+        """The stages for `pp` ranks; None for one rank. Raises UserError if the model cannot be split into them."""
         if pp == 1:
             return None
         if pp not in self._pipelines:
@@ -269,23 +270,23 @@ class Blueprint:
         return self._pipelines[pp]
 
     def layers(self, pp: int, pp_rank: int) -> Sequence[int]:
-        """The numbers of the layers of a rank at this place of mesh.pp."""
+        """The numbers of the layers of the rank with this index on mesh.pp."""
         stages = self.stages(pp)
         return range(len(self.costs[0])) if stages is None else layers_of(stages[0], pp_rank)
 
     def sequence(self, tp: int) -> bool:
-        """Whether ranks of tp divide tokens between layers. Raises UserError if they cannot divide the model."""
+        """Whether ranks of tp split tokens between layers. Raises UserError if they cannot split the model."""
         if tp == 1:
             return False
-        checked_tp = tp if tp <= 4 else _WIDE_TP  # one check for all larger tp: a small copy is divided no further
+        checked_tp = tp if tp <= 4 else _WIDE_TP  # one check for all larger tp: a small copy cannot be split further
         if checked_tp not in self._sequence:
             division = check_division(self.checked, self.built.support, tp)
             self._sequence[checked_tp] = division.sequence and self.built.vision is None
         return self._sequence[checked_tp]
 
     def ulysses(self, cp: int, tp: int) -> int | None:
-        """The number of cp ranks that exchange heads; None if documents are not cut. Raises UserError if they cannot
-        be."""
+        """The number of cp ranks that exchange heads; None if documents are not split. Raises UserError if the model
+        does not support it."""
         if (cp, tp) not in self._ulysses:
             ulysses = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
             kind = cp > (ulysses or 1), (ulysses or 1) > 1
@@ -296,8 +297,8 @@ class Blueprint:
         return self._ulysses[cp, tp]
 
     def saved(self, shared: RowSharing, *, tiled: bool = False) -> Saved:
-        """What a row keeps for backward. tiled: MLPs run over tiles of tokens. Errors of families that cannot run on
-        meta are passed on."""
+        """The activations that a row stores for backward. tiled: whether MLPs run over tiles of tokens. Raises the
+        error of a family that cannot run on meta."""
         if (shared, tiled) not in self._saved:
             compute = self.setup.precision.compute
             self._saved[shared, tiled] = saved_bytes(self.built.config, compute, shared, tiled=tiled)
@@ -305,7 +306,7 @@ class Blueprint:
 
     @cached_property
     def mlp_share(self) -> float:
-        """The share of the layers' products that MLPs have which can run over tiles of tokens."""
+        """The share of the layers' matmuls that is in MLPs which can run over tiles of tokens."""
         facts = self.built.flops
         active = facts.dense + facts.expert * facts.experts_per_token / facts.experts - self.module.head.weight.numel()
         return min(1.0, sum(p.numel() for _, mlp in dense_mlps(self.module) for p in mlp.parameters()) / active)
@@ -343,7 +344,7 @@ class Blueprint:
         return self._head_passes[words] * words
 
     def shared(self, pp: int, pp_rank: int) -> list[Weight]:
-        """Trained weights that a rank at this place of mesh.pp and another rank both hold."""
+        """Trained weights that both the rank with this index on mesh.pp and another rank have."""
         stages = self.stages(pp)
         if stages is None:
             return []

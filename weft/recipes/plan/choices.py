@@ -1,4 +1,4 @@
-"""Settings that save memory, beside the mesh: which of them may go together, and what they are as overrides."""
+"""Settings that save memory, other than the mesh: their valid combinations, and their overrides."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ POLICIES: tuple[RecomputeSetting, ...] = (
 
 @dataclass(frozen=True)
 class Choice:
-    """How a run uses memory. tile: tokens of an MLP's tile; None for whole MLPs. state_dtype, base: the lossy ones are
-    int8 and nf4."""
+    """The memory settings of a run. tile: tokens of an MLP's tile; None for no tiles. state_dtype, base: int8 and nf4
+    are lossy."""
 
     recompute: RecomputeSetting
     offload: Offload
@@ -28,7 +28,7 @@ class Choice:
 
     @staticmethod
     def of(config: Any) -> Choice:
-        """What a config says, of a command or of an engine."""
+        """The settings of a config, of a command or of an engine."""
         activations = Activations.of(config)
         return Choice(
             activations.recompute or "none", activations.offload, activations.tile, config.fsdp.cpu_offload,
@@ -52,7 +52,7 @@ class Choice:
         )
 
     def changes(self, other: Choice) -> list[str]:
-        """The overrides that lead from the other settings to these."""
+        """The overrides that change the other settings to these."""
         names = {
             "recompute": "model.recompute", "offload": "model.offload_activations", "tile": "model.tiled_mlp",
             "cpu_offload": "fsdp.cpu_offload", "state_dtype": "optimizer.state_dtype", "base": "lora.base",
@@ -67,13 +67,13 @@ class Choice:
         return overrides
 
     def overrides(self, config: Any) -> list[str]:
-        """The overrides of a config, of a command or of an engine, that lead to these settings. A tile that
-        model.tiled_mlp=auto takes with this recomputation needs none."""
+        """The overrides that change a config, of a command or of an engine, to these settings. A tile that
+        model.tiled_mlp=auto chooses with this recomputation needs no override."""
         resolved = Activations.of(replace(config, model=replace(config.model, recompute=self.recompute)))
         return self.changes(replace(Choice.of(config), tile=resolved.tile))
 
     def lossy(self, other: Choice) -> int:
-        """How many lossy settings it has that the other lacks."""
+        """The number of lossy settings that are only in this choice."""
         return (self.state_dtype == "int8" != other.state_dtype) + (self.base == "nf4" != other.base)
 
 
@@ -85,9 +85,9 @@ def _policy(value: Any) -> Any:
 
 
 def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
-    """Groups of settings, each as the options of a recompute policy, those first that take less time; policies, too.
-    Groups to try in this order: exact ones; exact ones with the optimizer on the host, and with all shards there; and,
-    alone and together, lossy ones. adapters: of LoRA are trained."""
+    """Groups of settings. A group has the options of each recompute policy, the fastest first; policies are also
+    ordered by time. The groups are tried in this order: exact settings; exact settings with the optimizer, or all
+    shards, on the host; and lossy settings, alone and combined. adapters: whether LoRA adapters are trained."""
     base = Choice.of(config)
     policies = (*POLICIES, *([] if base.recompute in POLICIES else [base.recompute]))
     whole = config.model.compile is True or config.lora.dropout > 0

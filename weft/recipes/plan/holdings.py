@@ -1,4 +1,4 @@
-"""The exact number of bytes that each rank of a mesh holds between steps, computed from the shapes of tensors."""
+"""The exact number of bytes on each rank of a mesh between steps, computed from the shapes of tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SINGLE = MetaCommunicator(1)
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A rank, by its places on the axes. fsdp: its place on dp_shard x cp, with cp varying fastest."""
+    """A rank, by its indices on the axes. fsdp: its index on dp_shard x cp, where cp varies fastest."""
 
     pp: int = 0
     dp_replicate: int = 0
@@ -33,7 +33,7 @@ class RankCoordinates:
 
     @staticmethod
     def from_rank(mesh: MeshSizes, rank: int) -> RankCoordinates:
-        """The place of a rank by its number."""
+        """The coordinates of a rank, from its number."""
         remaining, tp = divmod(rank, mesh.tp)
         remaining, fsdp = divmod(remaining, mesh.shards)
         pp, replicate = divmod(remaining, mesh.dp_replicate)
@@ -46,8 +46,8 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class UnitShare:
-    """A unit on a rank, or `count` units that are alike. elements: elements of one gathered unit, after division by tp
-    and ep. trained: those of trained weights. padded, trained_padded: the same as sent in collectives, where all shards
+    """A unit on a rank, or `count` equal units. elements: elements of one gathered unit, after splits by tp and ep.
+    trained: elements of trained weights. padded, trained_padded: the same as sent in collectives, in which all shards
     are as large as the first. shards: number of ranks over which the unit is sharded. tensors: number of its trained
     weights."""
 
@@ -81,24 +81,24 @@ class RankShare:
 
 
 def shares_by_stage(model: Blueprint, mesh: MeshSizes) -> list[RankShare]:
-    """For each stage, the holdings of the rank that holds most between steps."""
+    """For each stage, the bytes of the rank that has most between steps."""
     if mesh not in model.shares:
         model.shares[mesh] = Holdings(model, mesh).by_stage()
     return model.shares[mesh]
 
 
 class Holdings:
-    """What the ranks of one mesh hold of one model."""
+    """The bytes of one model on the ranks of one mesh."""
 
     def __init__(self, model: Blueprint, mesh: MeshSizes) -> None:
-        """Raises UserError if the model cannot be cut into the mesh's stages."""
+        """Raises UserError if the model cannot be split into the mesh's stages."""
         self.model, self.mesh = model, mesh
         self._parts: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
         self._stages = model.stages(mesh.pp)
         self._state_bytes = state_bytes_of(model.setup, model.built)
 
     def share_of(self, coordinates: RankCoordinates) -> RankShare:
-        """The bytes that one rank holds."""
+        """The bytes on one rank."""
         model, units = self.model, []
         parts, state = self._shapes(coordinates), model.setup
         weights, trained, moments = 0.0, 0, 0
@@ -121,14 +121,14 @@ class Holdings:
         return RankShare(coordinates, round(weights), trained * master, moments, trained * average, tuple(units))
 
     def by_stage(self) -> list[RankShare]:
-        """For each stage, the holdings of the rank that holds most between steps."""
+        """For each stage, the bytes of the rank that has most between steps."""
         candidates = list(self._candidates())
         shares = [[self.share_of(replace(c, pp=stage)) for c in candidates] for stage in range(self.mesh.pp)]
         return [max(of_stage, key=lambda share: share.resident) for of_stage in shares]
 
     def _candidates(self) -> Iterator[RankCoordinates]:
-        """Places of a stage that may hold most, one of each kind: shards are rounded up for the first ranks of FSDP,
-        and some ranks of tp and ep have one part more."""
+        """Coordinates in a stage that may have most bytes, one of each kind: shards are rounded up for the first ranks
+        of FSDP, and some ranks of tp and ep have one part more."""
         tps = {self._shapes(RankCoordinates(tp=tp)): tp for tp in reversed(range(self.mesh.tp))}
         fsdps = {0}
         for count in {weight.experts for weight in self.model.weights if weight.experts}:
@@ -151,7 +151,7 @@ class Holdings:
         return stage in self._stages[1].holders[self.model.weights[index].name]
 
     def _sharding(self, strategy: Strategy, coordinates: RankCoordinates) -> tuple[int, int]:
-        """(Number of ranks over which a unit is sharded, this rank's place among them)."""
+        """(Number of ranks over which a unit is sharded, this rank's index among them)."""
         mesh = self.mesh
         if strategy == "full":
             return mesh.shards, coordinates.fsdp
@@ -163,7 +163,7 @@ class Holdings:
         return strategy, (coordinates.dp_replicate * mesh.shards + coordinates.fsdp) % strategy
 
     def _shapes(self, coordinates: RankCoordinates) -> tuple[tuple[int, ...], ...]:
-        """The shape of each kind of weight on this rank after division by tp and ep, before FSDP."""
+        """The shape of each kind of weight on this rank after splits by tp and ep, before FSDP."""
         key = coordinates.tp, coordinates.fsdp % self.mesh.ep
         if key not in self._parts:
             self._parts[key] = tuple(self._part(weight, *key) for weight in self.model.kinds(self.mesh.tp)[0])
@@ -181,8 +181,8 @@ class Holdings:
 
 
 def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
-    """Elements of shard `index` of a tensor under FSDP2, which divides rows into equal parts, rounded up; the last
-    ranks have fewer or none."""
+    """Elements of shard `index` of a tensor under FSDP2. It splits rows into equal parts, rounded up, so the last ranks
+    have fewer or none."""
     if not shape:
         return 1
     rows = math.ceil(shape[0] / shards)

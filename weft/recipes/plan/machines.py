@@ -1,8 +1,8 @@
-"""A plan's assumptions about accelerators, the links between them and their hosts.
+"""The assumptions of a plan about accelerators, the links between them and their hosts.
 
-Rates are those of launch/accelerators.py: of the vendors' data sheets. The shares of a rate that a run reaches are
-assumptions, which are printed and can be replaced. What `make gpu` has measured on an accelerator (measured/NAME.json,
-written by benchmarks/gpu.py) takes the place of both.
+Rates come from launch/accelerators.py, which has those of the vendors' data sheets. The shares of a rate that a run
+reaches are assumptions, which are printed and can be overridden. Measurements of `make gpu` on an accelerator
+(measured/NAME.json, written by benchmarks/gpu.py) replace both.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MEASURED = Path(__file__).parent / "measured"
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a machine, in FLOP/s and bytes/s. ranks: accelerators of a machine. matmul, attention: the shares of
-    `peak` that they reach. copied: the share of the memory's rate that passes over tensors reach. moved: that of link,
-    network and host. host: the rate between an accelerator and its host. host_memory: the rate at which a rank's
-    processors step an optimizer, in bytes that are read and written. hop, far_hop: seconds for a step of a ring within
-    a machine and between machines. launch: seconds of the host for an operation, with Python around it. fused: bytes of
-    compiled layers' passes, as a share of those of eager ones. usable: the share of the memory that a plan may take.
-    measured: how rates were measured; "" if they are assumptions."""
+    """Rates of a machine, in FLOP/s and bytes/s. ranks: accelerators of a machine. matmul, attention: shares of `peak`
+    that matmuls and attention reach. copied: share of the memory rate that passes over tensors reach. moved: the same
+    for link, network and host. host: rate between an accelerator and its host. host_memory: bytes that a rank's
+    processors read and write per second in an optimizer step. hop, far_hop: seconds for a step of a ring within a
+    machine and between machines. launch: host seconds per operation, including Python. fused: bytes of passes in
+    compiled layers, relative to eager layers. usable: share of the memory that a plan may use. measured: how rates were
+    measured; "" if they are assumptions."""
 
     accelerator: Accelerator
     peak: float
@@ -55,24 +55,24 @@ class Machine:
             f"{self.accelerator.name}: {self.peak / 1e12:g} TFLOP/s, memory {self.memory_rate / GB:g} GB/s; machines "
             f"of {self.ranks}: {self.link / GB:g} GB/s within, {self.network / GB:g} GB/s for each between them, "
             f"{self.host / GB:g} GB/s to the host;",
-            f"matrices reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, memory {self.copied:.0%}, "
-            f"links {self.moved:.0%}; a step of a ring takes {self.hop * 1e6:g} us, between machines "
+            f"matmuls reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, memory {self.copied:.0%}, "
+            f"links {self.moved:.0%}; a step of a ring needs {self.hop * 1e6:g} us, between machines "
             f"{self.far_hop * 1e6:g} us, an operation {self.launch * 1e6:.2g} us of the host.",
-            f"Of these, products, attention, memory, host and operations as measured: {self.measured}."
+            f"Of these, matmuls, attention, memory, host and operations were measured: {self.measured}."
             if self.measured
-            else "Nothing of this was measured; --help lists what replaces it.",
+            else "None of this was measured; --help lists options that override it.",
         ]
 
     def passing(self, size: float) -> float:
-        """Seconds of passes over tensors that read and write so many bytes."""
+        """Seconds of passes over tensors that read and write `size` bytes."""
         return size / (self.memory_rate * self.copied)
 
     def ranks_here(self, size: int, stride: int) -> int:
-        """The number of a group's ranks that share a machine. stride: difference of the numbers of neighbours."""
+        """The number of a group's ranks on one machine. stride: difference between the numbers of neighbours."""
         return max(1, min(size, self.ranks // stride)) if stride < self.ranks else 1
 
     def gathering(self, payload: float, size: int, stride: int) -> float:
-        """Seconds of an all-gather or reduce-scatter in a ring. payload: bytes of the whole tensor."""
+        """Seconds of an all-gather or reduce-scatter in a ring. payload: bytes of the complete tensor."""
         if size == 1:
             return 0.0
         local = self.ranks_here(size, stride)
@@ -82,7 +82,8 @@ class Machine:
         return max(within, between) + (size - machines) * self.hop + (machines - 1) * self.far_hop
 
     def exchanging(self, payload: float, size: int, stride: int) -> float:
-        """Seconds of an all-to-all. payload: bytes that each rank deals evenly over the group, itself included."""
+        """Seconds of an all-to-all. payload: bytes that each rank distributes evenly over the group, including
+        itself."""
         if size == 1:
             return 0.0
         local = self.ranks_here(size, stride)
@@ -118,7 +119,7 @@ def machine_of(accelerator: Accelerator, **overrides: float | int | None) -> Mac
 
 
 def _as_measured(machine: Machine) -> Machine:
-    """The machine with what was measured on its accelerator, if anything was."""
+    """The machine with the measurements on its accelerator, if there are any."""
     path = MEASURED / f"{machine.accelerator.name}.json"
     if not path.exists():
         return machine

@@ -1,4 +1,4 @@
-"""The memory of each rank of a mesh at its fullest, by purpose."""
+"""The peak memory of each rank of a mesh, by purpose."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from weft.upstream import HSDP_BUFFERS
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. share: what it holds between steps, with gradients. gathered: parameters of gathered units,
-    in the compute dtype. unreduced: gradients of the largest unit before they are reduced. rows: what the largest
-    row keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts,
-    and back. head: logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written.
-    unknown: why `rows` could not be computed; "" if it was. lingering: buffers of the gradients that FSDP reduced
-    last, which it frees in the next row's backward. recomputed: the part of `rows` of a layer that is recomputed in
-    backward. offloaded: whether what is held is on the host (fsdp.cpu_offload). staged: shards of units that have
-    come from there. reduced: gradients of replicated units in the dtype in which they are reduced, which torch
-    keeps until the end of backward. dequantised: a quantised weight of the base while its layer computes, and
-    gradients of an MLP's tiles in fp32. keeps:
-    whether one data rank keeps parameters in the compute dtype for a whole step, as it does where memory allows
+    """Bytes of one rank. share: its bytes between steps, with gradients. gathered: parameters of gathered units, in the
+    compute dtype. unreduced: gradients of the largest unit before they are reduced. rows: activations that the largest
+    row stores for backward. in_flight: activations of further rows of a pipeline. experts: rows sent to experts and
+    back. head: logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written. unknown:
+    why `rows` could not be computed; "" if it was. lingering: buffers of the last gradients that FSDP reduced, which it
+    frees in the next row's backward. recomputed: the part of `rows` that belongs to a layer recomputed in backward.
+    offloaded: whether shards are on the host (fsdp.cpu_offload). staged: shards of units that were copied from the
+    host. reduced: gradients of replicated units in the reduce dtype, which torch keeps until the end of backward.
+    dequantised: a quantised weight of the base while its layer computes, and gradients of an MLP's tiles in fp32.
+    keeps: whether one data rank keeps parameters in the compute dtype for a complete step, if memory allows
     (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`. hosted: activations on the host
     (model.offload_activations). on_device: with fsdp.cpu_offload=optimizer, shards of all weights in the compute
     dtype."""
@@ -64,12 +63,12 @@ class Memory:
 
     @property
     def on_host(self) -> int:
-        """Bytes of the host while a checkpoint is written, with what is held there."""
+        """Bytes of the host while a checkpoint is written, including offloaded shards."""
         return self.host + self.hosted + (self.share.resident if self.offloaded else 0)
 
     @property
     def fullest(self) -> int:
-        """Bytes at the fullest moment: the head and a layer's backward take turns, all else adds up."""
+        """Peak bytes. The head and a layer's backward need memory at different times; all other parts add up."""
         alternating = max(
             self.head + self.lingering,
             self.recomputed + self.unreduced + self.experts + self.reduced + self.dequantised,
@@ -79,7 +78,7 @@ class Memory:
 
     @property
     def needs(self) -> MemoryNeeds:
-        """The needs as a dry run prints them."""
+        """The needs in the form that a dry run prints."""
         holdings = self.share
         return MemoryNeeds(holdings.weights, holdings.gradients, holdings.optimizer, self.gathered, 0, holdings.average)
 
@@ -87,15 +86,15 @@ class Memory:
 def memory_of(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, activations: Activations | None = None
 ) -> Memory:
-    """The memory of the rank that needs most, on the fullest stage. rows: of a step; None for rows as long as
-    step.max_tokens_per_device allows, and enough of them for a pipeline. activations: None as the config says."""
+    """The memory of the rank that needs most, on the fullest stage. rows: of a step; None for rows of
+    step.max_tokens_per_device, enough of them for a pipeline. activations: None for those of the config."""
     return max(memory_by_stage(model, mesh, rows, activations), key=lambda memory: memory.fullest)
 
 
 def memory_by_stage(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, activations: Activations | None = None
 ) -> list[Memory]:
-    """For each stage, the memory of the rank that holds most between steps. Arguments as in memory_of."""
+    """For each stage, the memory of the rank that has most between steps. Arguments: see memory_of."""
     chosen = Activations.of(model.config) if activations is None else activations
     return [_of_stage(model, mesh, holdings, rows, chosen) for holdings in shares_by_stage(model, mesh)]
 
@@ -127,7 +126,7 @@ def _of_stage(
         return memory
     try:
         saved = model.saved(sharing(model, mesh, rows), tiled=activations.tile is not None)
-    except Exception as error:  # whatever a family does that needs values
+    except Exception as error:  # of any type: some families need values
         return replace(memory, unknown=type(error).__name__)
     layers = model.layers(mesh.pp, holdings.coordinates.pp)
     row_count = rows_in_flight(model, mesh, holdings.coordinates.pp, micro_batches)
@@ -151,14 +150,14 @@ def _of_stage(
 
 
 def gathered_part(model: Blueprint, mesh: MeshSizes, unit: UnitShare) -> int:
-    """Elements of a unit that FSDP gathers: on a single rank it leaves frozen weights in the compute dtype alone."""
+    """Elements of a unit that FSDP gathers. On a single rank it does not copy frozen weights in the compute dtype."""
     single = mesh.world == 1 and not model.config.fsdp.cpu_offload
     only_trained = single and model.setup.precision.frozen == model.setup.precision.compute
     return unit.trained if only_trained else unit.elements
 
 
 def _keeps(model: Blueprint, mesh: MeshSizes, fullest: int) -> bool:
-    """Whether one data rank on CUDA keeps all units gathered for a whole step: where an eighth of the memory stays
+    """Whether one data rank on CUDA keeps all units gathered for a complete step: if an eighth of the memory stays
     free. fullest: bytes with them."""
     config, assumed = model.config.fsdp, model.assumed
     single_rank = mesh.dp_replicate * mesh.shards == 1 and not config.cpu_offload
@@ -175,8 +174,8 @@ def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | Non
 
 
 def rows_in_flight(model: Blueprint, mesh: MeshSizes, pp_rank: int, micro_batches: int | None) -> float:
-    """The number of rows for which a rank of mesh.pp keeps what backward needs, at most. With several stages per rank,
-    a row counts by the share of the rank's stages that keep it."""
+    """The maximum number of rows for which a rank of mesh.pp stores activations. With several stages per rank, a row
+    counts by the share of the rank's stages that store it."""
     stages = model.stages(mesh.pp)
     if stages is None:
         return 1.0
@@ -188,26 +187,27 @@ def rows_in_flight(model: Blueprint, mesh: MeshSizes, pp_rank: int, micro_batche
 
 
 def last_place(model: Blueprint, mesh: MeshSizes) -> int:
-    """The place on mesh.pp that computes the loss."""
+    """The index on mesh.pp that computes the loss."""
     stages = model.stages(mesh.pp)
     return 0 if stages is None else stages[0].placement.last
 
 
 def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
-    """How ranks share the largest row, which is a part of one document if documents may be cut, and the keys that its
+    """How ranks share the largest row, which is a part of one document if documents may be split, and the keys that its
     attention gathers."""
     cuts = rows is None or rows.cuts
     ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
     ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
-    on_cpu = model.assumed is None and model.setup.ranks.device.type == "cpu"  # where ops/tree_attention.py copies none
-    paths = 1.0 if rows is None or on_cpu else round(rows.keys * 8) / 8  # few values: each is run on meta
+    on_cpu = model.assumed is None and model.setup.ranks.device.type == "cpu"  # no copies in ops/tree_attention.py
+    paths = 1.0 if rows is None or on_cpu else round(rows.keys * 8) / 8  # few distinct values: each is run on meta
     return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp), paths)
 
 
 def _unreduced(model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batches: int | None) -> int:
-    """Bytes of unreduced gradients of the largest unit: in the compute dtype, as autograd makes them, and as they are
-    sent. On one data rank a step's only micro-batch sends none: its buffers are the gradients (parallel/fsdp.py).
-    With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
+    """Bytes of unreduced gradients of the largest unit: in the compute dtype from autograd, and in the dtype in which
+    they are sent. On one data rank a step's only micro-batch sends none: its buffers are the gradients
+    (parallel/fsdp.py). With fsdp.reduce=last, gradients of all units stay unreduced until the step's last
+    micro-batch."""
     config, precision = model.config.fsdp, model.setup.precision
     trained = [unit for unit in holdings.units if unit.trained]
     single_rank = mesh.dp_replicate * mesh.shards == 1 and not config.cpu_offload
@@ -221,14 +221,14 @@ def _unreduced(model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_bat
 
 
 def _tile_sums(model: Blueprint, mesh: MeshSizes, activations: Activations) -> int:
-    """Bytes of the sums, in fp32, of the gradients that tiles of the largest MLP give to its weights."""
+    """Bytes of the fp32 sums of weight gradients over the tiles of the largest MLP."""
     if activations.tile is None or not model.setup.trained or model.setup.precision.compute.itemsize == 4:
         return 0
     return 4 * model.largest_mlp // mesh.tp
 
 
 def _lingering(model: Blueprint, holdings: RankShare, micro_batches: int | None) -> int:
-    """Bytes of the root's gradients as they were sent, which come last in a backward."""
+    """Bytes of the root's gradients in the dtype in which they are sent; they come last in a backward."""
     if micro_batches == 1 or model.config.fsdp.reduce == "last":
         return 0
     roots = (unit for unit in holdings.units if unit.name == "root" and unit.shards > 1)
@@ -236,8 +236,8 @@ def _lingering(model: Blueprint, holdings: RankShare, micro_batches: int | None)
 
 
 def _staged(model: Blueprint, holdings: RankShare) -> int:
-    """Bytes of the shards that have come from the host, as they are stored, of the two largest units: each is there
-    until it is gathered."""
+    """Bytes of the stored shards of the two largest units after they were copied from the host: each stays until it is
+    gathered."""
     precision = model.setup.precision
     master, frozen = precision.master.itemsize, precision.frozen.itemsize
     sizes = []
@@ -254,8 +254,8 @@ def _on_device(model: Blueprint, holdings: RankShare) -> int:
 
 
 def _reduced(model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batches: int | None) -> int:
-    """Bytes of reduced gradients of replicated units that torch keeps beside the gradients (weft/upstream.py): where
-    they are cast to the masters' dtype, or added to those of an earlier micro-batch."""
+    """Bytes of reduced gradients of replicated units that torch keeps in addition to the gradients (weft/upstream.py):
+    if they are cast to the masters' dtype, or added to those of an earlier micro-batch."""
     present, config, precision = HSDP_BUFFERS.present, model.config.fsdp, model.setup.precision
     added = config.reduce == "every" and micro_batches != 1
     if present is None or not present() or (precision.reduce == precision.master and not added):
@@ -284,8 +284,8 @@ def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
 def kept_rows(
     model: Blueprint, mesh: MeshSizes, tokens: int, layers: Sequence[int], activations: Activations
 ) -> list[int]:
-    """For each layer with experts, the bytes of the rows that came from experts of other ranks, and back, which
-    recomputation keeps."""
+    """For each layer with experts, the bytes of the rows received from experts on other ranks and sent back, which
+    recomputation stores."""
     recompute = activations.recompute
     if recompute is None or "collectives" not in recompute.keep:
         return []
@@ -294,14 +294,14 @@ def kept_rows(
 
 
 def rows_of_a_token(model: Blueprint) -> int:
-    """Rows that travel to experts per token: one for each choice, or for every expert if all get every token."""
+    """Rows sent to experts per token: one for each choice, or for every expert if all experts get every token."""
     facts = model.built.flops
     all_experts = not all(hasattr(child, "has_gate") for child in model.experts.values())
     return facts.experts if all_experts else facts.experts_per_token
 
 
 def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
-    """Bytes of the tiles of logits in ops/head.py and of their gradients, for a row whose tokens are all trained."""
+    """Bytes of the tiles of logits in ops/head.py and of their gradients, for a row in which all tokens are trained."""
     head, compute = model.module.head, model.setup.precision.compute.itemsize
     if isinstance(head, ScoreHead):
         return 0
@@ -313,7 +313,7 @@ def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     if not head.weight.requires_grad or not model.setup.trained:
         return tiles + hidden
     wide = compute if compute == 4 else 4 + compute
-    # With a divided vocabulary, logits are computed once more in backward, in two blocks of fp32.
+    # With a split vocabulary, logits are computed again in backward, in two blocks of fp32.
     blocks = 2 * min(block_bytes(kind), 4 * tiles // compute) if mesh.tp > 1 and compute != 4 else 0
     return tiles + hidden + vocabulary * width * wide + blocks
 

@@ -1,4 +1,4 @@
-"""Counts the collectives of a step, with their ranks and bytes, on a real rank or a simulated one."""
+"""Counts the collectives of a step, with their ranks and bytes, on a real or a simulated rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """A kind of collective. part: the part of the mesh whose ranks take part. ranks: their number."""
+    """A kind of collective. part: the mesh axes or group whose ranks take part. ranks: their number."""
 
     part: str
     ranks: int
@@ -47,13 +47,13 @@ class Total:
 
 @dataclass
 class Collectives:
-    """The collectives that a rank has called. parts: name of a process group -> part of the mesh."""
+    """The collectives that a rank has called. parts: name of a process group -> group of the mesh."""
 
     parts: Mapping[str, str]
     totals: dict[Kind, Total] = field(default_factory=dict)
 
     def add(self, operation: str, args: Iterable[Any]) -> None:
-        """Add a call of torch's operation of this name. args: its arguments."""
+        """Add a call of the torch operation with this name. args: its arguments."""
         called, position = _OPERATIONS[operation]
         arguments = list(args)
         group = next(group for group in map(_group, arguments) if group is not None)
@@ -64,7 +64,7 @@ class Collectives:
 
 
 def parts_of(engine: Engine) -> dict[str, str]:
-    """Name of a process group -> its part of the mesh; the most specific one, if several parts have the group."""
+    """Name of a process group -> its group of the mesh; the most specific one, if several have the same ranks."""
     parts: dict[str, str] = {}
     for name, group in (*_of_communicators(engine), *_of_mesh(engine.mesh)):
         parts.setdefault(group.group_name, name)
@@ -82,7 +82,7 @@ def _of_communicators(engine: Engine) -> Iterator[tuple[str, dist.ProcessGroup]]
 
 
 def _of_mesh(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """(name, group) of each axis of a mesh; the most specific names come first."""
+    """(name, group) of each axis of a mesh. The most specific names come first."""
     if mesh.tp is not None:
         yield "tp", mesh.tp_group
     if mesh.pp is not None:

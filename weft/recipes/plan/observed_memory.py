@@ -1,11 +1,10 @@
-"""The content of memory in a step, by class, at the moment when there was most.
+"""The content of memory at the peak of a step, by class.
 
-`weights`, `optimizer` and `gradients` are those that the engine holds, `beside` the weights of models that are only
-read. `gathered` are whole parameters of FSDP units,
-with the buffers in which they arrive. `unreduced` are gradients of whole units before they are reduced. `head` is made
-by the head in a forward. `activations` are other tensors that outlive the forward that made them, because backward
-needs them; a layer that is recomputed in backward has activations until its backward is done. Everything else is
-`temporary`. Memory that an allocator rounds up, keeps back or cannot use is not counted.
+`weights`, `optimizer` and `gradients` are the engine's. `beside` are the weights of frozen models. `gathered` are
+complete parameters of FSDP units, and their receive buffers. `unreduced` are gradients of complete units before they
+are reduced. `head` is allocated by the head in a forward. `activations` are other tensors that outlive the forward that
+made them, because backward needs them; a layer that is recomputed in backward has activations until its backward ends.
+All other tensors are `temporary`. Memory that an allocator rounds up, caches or cannot use is not counted.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ CLASSES = ("weights", "gradients", "optimizer", "beside", "activations", "head",
 
 @dataclass(slots=True)
 class Life:
-    """A storage. born: the number of the operation that made it, from 1; 0 if it was there before the first. died: the
-    number of operations that were done when it was freed; None if it still exists. kind: its class, if known."""
+    """A storage. born: the number of the operation that made it, from 1; 0 if it existed before the first. died: the
+    number of operations that had run when it was freed; None if it still exists. kind: its class, if known."""
 
     bytes: int
     born: int
@@ -44,8 +43,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment. classes: bytes of each of CLASSES at that moment. phase, micro_batch: of that moment. maxima:
-    the maximum of each class at any time."""
+    """The moment of the peak. classes: bytes of each of CLASSES at that moment. phase, micro_batch: of that moment.
+    maxima: the maximum of each class at any time."""
 
     classes: dict[str, int]
     phase: str
@@ -58,7 +57,7 @@ class Peak:
 
 
 def peak_of(lives: Sequence[Life], moments: Sequence[Moment]) -> Peak:
-    """The moment with most bytes; the first, if there are several."""
+    """The moment with the most bytes; the first, if there are several."""
     count, ends = len(moments), _ends_of_forwards(moments)
     change = {kind: np.zeros(count + 2, np.int64) for kind in CLASSES}
     for life in lives:

@@ -1,9 +1,9 @@
-"""The bytes that a decoder layer and the head read and write beside products of matrices and attention: norms,
-rotations, activation functions, residual sums, casts, softmax. Eager operations each pass over whole tensors, which
-takes an accelerator as long as half of the products do.
+"""The bytes that a decoder layer and the head read and write outside of matmuls and attention: norms, rotations,
+activation functions, residual sums, casts, softmax. Each eager operation passes over complete tensors, which takes an
+accelerator half as long as the matmuls.
 
 They are counted, not estimated: one layer of each kind runs forward and backward on the meta device, which stores
-nothing, and every operation is seen.
+nothing, and every operation is observed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weft.parallel.tp.divide import tensor_parallel
 
 _ATTENTION = "weft_passes"
 _NOT_SHARED = RowSharing()
-_TOKENS = 240  # of the row that is run; bytes are proportional to tokens
+_TOKENS = 240  # tokens of the row that is run; bytes are proportional to tokens
 _HEAD_TOKENS = 2048  # some tiles of a large vocabulary
 _PRODUCTS = frozenset(
     ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "linear", "matmul")
@@ -47,8 +47,8 @@ _FREE_OPERATIONS = frozenset(
 
 @dataclass(frozen=True)
 class Work:
-    """Of one direction of a layer. bytes: read and written per token, without products and attention. operations:
-    launched by the host for a row, with products."""
+    """One direction of a layer. bytes: read and written per token, without matmuls and attention. operations: launched
+    by the host for a row, including matmuls."""
 
     bytes: float
     operations: int
@@ -56,14 +56,14 @@ class Work:
 
 @dataclass(frozen=True)
 class LayerPasses:
-    """Of one decoder layer on a rank."""
+    """The passes of one decoder layer on a rank."""
 
     forward: Work
     backward: Work
 
 
 class _Counted(TorchDispatchMode):
-    """Counts operations, and the bytes of those that are no products."""
+    """Counts operations, and the bytes of operations that are not matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,20 +82,20 @@ class _Counted(TorchDispatchMode):
 
 
 def _bytes(value: Any) -> int:
-    """Bytes that a pass over a tensor moves: an expanded one is read once."""
+    """Bytes that a pass over a tensor moves. An expanded tensor is read once."""
     if not isinstance(value, Tensor):
         return 0
     return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
 
 
 class _Attention(torch.autograd.Function):
-    """Stands for a kernel of ops/attention.py, whose time is counted by its FLOPs: shapes alone."""
+    """Replaces a kernel of ops/attention.py, whose time is counted by its FLOPs. It only produces shapes."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
         ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTE)
         batch, heads, tokens, _ = query_BHTD.shape
-        # Token by token, as varlen attention lays it out: what follows needs no copy.
+        # Token by token, in the layout of varlen attention, so that later operations need no copy.
         return query_BHTD.new_empty(batch, tokens, heads, value_BKTE.shape[3]).transpose(1, 2)
 
     @staticmethod
@@ -115,7 +115,7 @@ def _attend(
 
 
 class _FusedNorms(TorchFunctionMode):
-    """torch's fused RMSNorm, which meta tensors do not have: passes over as many bytes."""
+    """Replaces torch's fused RMSNorm, which does not support meta tensors, with passes over as many bytes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.rms_norm:
@@ -141,9 +141,9 @@ class _Norm(torch.autograd.Function):
 def layer_passes(
     config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = _NOT_SHARED, *, fused_norms: bool = False
 ) -> list[LayerPasses]:
-    """Of each decoder layer of a rank, for a model computed in `dtype`. shared: how ranks of mesh.tp divide a layer.
-    fused_norms: as the engine decides by model.fused_norms. Of layers that are built alike, one is run. Errors of
-    families that cannot run on meta are passed on."""
+    """The passes of each decoder layer of a rank, for a model computed in `dtype`. shared: how ranks of mesh.tp split a
+    layer. fused_norms: the engine's decision for model.fused_norms. Of equally built layers, only one is run. Raises
+    the error of a family that cannot run on meta."""
     AttentionInterface.register(_ATTENTION, partial(_attend, shared.paths))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     module = TrainModule(model)
@@ -175,7 +175,7 @@ def layer_passes(
 
 
 def usual_passes(layers: int, hidden: int, tp: int) -> list[LayerPasses]:
-    """Those of layers that cannot be run: 240 and 530 bytes of a token for each of its hidden states, in bf16, as of
+    """The passes of layers that cannot be run: 240 and 530 bytes per token for each hidden state, in bf16, as for
     Qwen3-4B."""
     usual = LayerPasses(Work(240.0 * hidden / tp, 55), Work(530.0 * hidden / tp, 105))
     return [usual] * layers
@@ -200,14 +200,14 @@ def _of_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _trained(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of a layer, of which the first are its hidden states."""
+    """The arguments of a layer; the first are its hidden states."""
     first = args[0].detach().requires_grad_() if args and isinstance(args[0], Tensor) else None
     return (first, *args[1:]) if first is not None else tuple(args)
 
 
 def head_passes(vocabulary: int, hidden: int, dtype: torch.dtype, *, trained: bool, entropy: bool) -> float:
     """Bytes that the head's readouts read and write per token and word of the vocabulary, forward and backward, on an
-    accelerator. trained: whether the weight is. entropy: whether entropies are read, as of rollouts."""
+    accelerator. trained: whether the weight is trained. entropy: whether entropies are computed, as for rollouts."""
     simulation = Simulation("cuda")
     with simulation.running(), _Counted() as counted:
         states = torch.empty(_HEAD_TOKENS, hidden, dtype=dtype, requires_grad=True)

@@ -1,8 +1,8 @@
-"""What a command reads before its step, of models beside the trained one or of that itself, in a simulation or on real
+"""The forwards of a command before its step, of frozen models or of the trained model, in a simulation or on real
 ranks. The calls are those of the recipes' `before_step`, without data sets.
 
-The most memory that a reading takes does not depend on the number of rows. Of many rows, a simulation reads the
-documents of the longest (fewest_micro_batches).
+The peak memory of these forwards does not depend on the number of rows. If there are many rows, a simulation computes
+the documents of the longest rows (fewest_micro_batches).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from weft.recipes.teachers import open_teacher
 
 
 class SimulatedReadings:
-    """Of `weft sft` and `weft rl`: nothing is read. section: of the config's keys of models beside the trained one.
-    models: those that are opened."""
+    """For `weft sft` and `weft rl`, which have no such forwards. section: of the config's keys of frozen models.
+    models: the opened models."""
 
     section = ""
 
@@ -47,21 +47,21 @@ class SimulatedReadings:
         self.models: list[Engine] = []
 
     def open(self, engine: Engine) -> None:
-        """Opens the models beside the trained one, `engine`. Collective."""
+        """Opens the frozen models. engine: the trained model. Collective."""
 
     def read(self, engine: Engine, plan: StepPlan, documents: Sequence[Document], rows: StepRows) -> StepRows:
-        """Reads documents of a step; returns the rows to train. documents: all of the step. plan, rows: of the trained
-        model; a simulation's have the longest rows only. Collective."""
+        """Computes documents of a step, and returns the rows to train. documents: all of the step. plan, rows: of the
+        trained model; in a simulation they have only the longest rows. Collective."""
         return rows
 
     @property
     def held(self) -> list[Tensor]:
-        """What this rank holds of the models beside."""
+        """The tensors of frozen models on this rank."""
         return [local_shard(p) for model in self.models for p in (*model.module.parameters(), *model.module.buffers())]
 
 
 class AnswerReadings(SimulatedReadings):
-    """Of `weft dpo`: the reference's logprob sums, and the trained model's where the loss needs them first."""
+    """For `weft dpo`: the reference's logprob sums, and the trained model's if the loss needs them first."""
 
     section = "reference"
 
@@ -103,7 +103,7 @@ class AnswerReadings(SimulatedReadings):
 
 
 class ScoreReadings(SimulatedReadings):
-    """Of `weft reward` with pairs: the scores of answers whose pair's other is in another row."""
+    """For `weft reward` with pairs: the scores of answers in another row than their pair's other answer."""
 
     def __init__(self, objective: BradleyTerryLoss) -> None:
         super().__init__()
@@ -118,27 +118,27 @@ class ScoreReadings(SimulatedReadings):
 
 
 class TeacherReadings(SimulatedReadings):
-    """Of `weft distill`: what teachers read of the documents."""
+    """For `weft distill`: the teachers' outputs for the documents."""
 
     section = "teacher"
 
     def __init__(self, config: DistillConfig, objective: DistillationLoss) -> None:
-        """Raises UserError for what is not simulated."""
+        """Raises UserError for features that are not simulated."""
         super().__init__()
         self.config, self.objective = config, objective
         if config.distill.on_policy:
             raise UserError(
-                "--simulate: the copy of the student that samples (distill.on_policy) is not simulated: set "
-                "distill.on_policy=0, or leave out --simulate."
+                "--simulate does not support the copy of the student that samples (distill.on_policy): set "
+                "distill.on_policy=0, or remove --simulate."
             )
         if DATA in config.distill.named:
             raise UserError(
-                f"--simulate: the lists of the teacher `{DATA}` are as long as rows have them, and a simulation reads "
-                "no rows: leave out --simulate."
+                f"--simulate does not read rows, which determine the lengths of the lists of the teacher `{DATA}`: "
+                "remove --simulate."
             )
 
     def open(self, engine: Engine) -> None:
-        self.teachers: list[Teacher | None] = []  # None: served
+        self.teachers: list[Teacher | None] = []  # None: a server
         for name in self.config.distill.named:
             teacher = None if is_served(name) else open_teacher(self.config, name, engine)
             assert teacher is None or isinstance(teacher, Teacher)
@@ -146,7 +146,7 @@ class TeacherReadings(SimulatedReadings):
         simulation = engine.ranks.simulated
         with nullcontext() if simulation is None else simulation.running():
             self.objective.heads = self._heads(engine)
-        # What is in distill.cache_dir is not read again: the teacher is closed.
+        # Outputs in distill.cache_dir are not computed again, so the teacher is closed.
         self.models = [] if self.config.distill.cache == "disk" else [
             teacher.engine for teacher in self.teachers if teacher is not None and teacher.weights == "own"
         ]  # fmt: skip
@@ -178,10 +178,10 @@ class TeacherReadings(SimulatedReadings):
         return [*super().held, *(part for head in heads for part in (head.weight, head.bias) if part is not None)]
 
     def _heads(self, engine: Engine) -> list[TeacherHead | Listed]:
-        """The teachers' heads on this rank, none where it computes no loss."""
+        """The teachers' heads on this rank; empty if the rank computes no loss."""
         pp, pipeline = engine.mesh.pp, engine.pipeline
         is_last = pp is None or pipeline is None or pp.rank == pipeline.placement.last
-        if engine.ranks.simulated is not None and not is_last:  # where nobody sends the heads that others need
+        if engine.ranks.simulated is not None and not is_last:  # in a simulation no other rank sends its heads
             return []
         heads = [Listed() if teacher is None else teacher.head(engine) for teacher in self.teachers]
         return [head for head in heads if head is not None]
@@ -195,7 +195,8 @@ class TeacherReadings(SimulatedReadings):
 
 
 def readings_of(config: SftConfig, objective: object) -> SimulatedReadings:
-    """What a command reads before its step with this objective. Raises UserError for what is not simulated."""
+    """The forwards of a command before its step with this loss. Raises UserError for features that are not
+    simulated."""
     if isinstance(config, DpoConfig):
         assert isinstance(objective, PreferenceLoss)
         return AnswerReadings(config, objective)
@@ -206,7 +207,7 @@ def readings_of(config: SftConfig, objective: object) -> SimulatedReadings:
 
 
 def documents_of_longest(engine: Engine, documents: Sequence[Document]) -> Sequence[Document]:
-    """In a simulation the documents of the longest of this engine's rows; else all."""
+    """In a simulation, the documents of the longest of this engine's rows; otherwise all documents."""
     if engine.ranks.simulated is None:
         return documents
     with on_host(), host_memory():
@@ -215,8 +216,8 @@ def documents_of_longest(engine: Engine, documents: Sequence[Document]) -> Seque
 
 
 def fewest_micro_batches(engine: Engine) -> int:
-    """The number of micro-batches beyond which a rank's memory does not change: when the last backward begins, there
-    are gradients of earlier micro-batches, and a pipeline has held as many rows as it ever does."""
+    """The number of micro-batches beyond which a rank's peak memory does not change: when the last backward begins,
+    there are gradients of earlier micro-batches, and the pipeline has had its maximum number of rows."""
     pp, schedule, stages = engine.mesh.pp, engine.config.mesh.pp_schedule, engine.stages
     if pp is None or stages is None:
         return 2
@@ -227,7 +228,7 @@ def fewest_micro_batches(engine: Engine) -> int:
 
 
 def longest(plan: StepPlan, count: int) -> StepPlan:
-    """The plan cut to at most `count` micro-batches, those with the longest rows."""
+    """The plan with at most `count` micro-batches, those with the longest rows."""
     order = sorted(range(plan.micro_batches), key=lambda micro: -max(plan.lengths[micro]))
     chosen = sorted(order[:count])
     return replace(
@@ -244,6 +245,6 @@ def _nothing(documents: Iterable[Document]) -> dict[int, Tensor]:
 
 
 def _listed(document: Document, top_k: int) -> Document:
-    """The document with lists of so many tokens."""
+    """The document with lists of `top_k` tokens."""
     lists = torch.zeros(len(document), top_k)
     return replace(document, arrays={**document.arrays, TOP_IDS: lists.int(), TOP_LOGPROBS: lists})

@@ -47,7 +47,7 @@ from weft.recipes.run_data import make_steps, read_data
 from weft.rl.model_engines import policy_config
 from weft.terminal import counted, say, say_all
 
-_READ_BYTES = 64 << 20  # the most data that are tokenised to get lengths
+_READ_BYTES = 64 << 20  # maximum size of data that is tokenised to get lengths
 
 
 def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
@@ -56,7 +56,7 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     assumed = accelerator(options.assume)
     assert assumed is not None
     if config.model.recompute == "auto" and isinstance(config, SftConfig):
-        recompute: RecomputeSetting = "none"  # the search tries all
+        recompute: RecomputeSetting = "none"  # the search tries all policies
         if not options.search:
             recompute, line = chosen_recompute(config, options.ranks, "cpu", assumed)
             say(line)
@@ -76,7 +76,7 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         result = search(problem)
         show_search(model, result, options.ranks, lengths, machine, config, longer(config, options.length))
         if names := ", ".join(beside.name for beside in models_beside(config, engine)):
-            say(f"with     {names}: in the memory and the time of every mesh")
+            say(f"with     {names}: included in the memory and the time of every mesh")
         return
     mesh = resolve_mesh(model.config.mesh, options.ranks, "--ranks")
     model.check(mesh)
@@ -98,8 +98,8 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
 
 
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
-    """The step to simulate: documents of these lengths, the objective with the columns that it reads, and what is read
-    before. Raises UserError for what is not simulated."""
+    """The step to simulate: documents of these lengths, the loss with the columns that it reads, and the forwards
+    before it. Raises UserError for features that are not simulated."""
     if isinstance(config, RlConfig):
         return Step(lengths, PolicyLoss(config.rl), ("old_logprobs", "advantages", "correction", "ref_logprobs"))
     objective: Loss
@@ -117,7 +117,7 @@ def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
 
 
 def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:
-    """The places of mesh.pp to simulate: the first, and the one with the fullest rank if it is another."""
+    """The indices on mesh.pp to simulate: the first, and the one with the fullest rank if it is another."""
     fullest = max(memory, key=lambda stage: stage.fullest)
     return [memory[0]] if fullest is memory[0] else [memory[0], fullest]
 
@@ -131,7 +131,7 @@ def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepL
     lengths, prefix, unread = _lengths_of_data(config)
     if unread:
         longest = config.data.max_length or config.step.max_tokens_per_device * config.mesh.cp
-        return _equal(config, longest, f"the longest there can be, as {unread}; --length N states another")
+        return _equal(config, longest, f"the maximum, because {unread}; --length N sets another length")
     count = config.step.documents
     if count is None or len(lengths) >= count * answers_of_example(config):
         return StepLengths(lengths, f"a step of {config.data.path}", answers_of_example(config), prefix)
@@ -142,7 +142,7 @@ def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepL
 
 
 def longer(config: SftConfig | RlConfig, stated: int | None) -> str:
-    """The override that lets a run have documents of the stated length; "" if it has them without."""
+    """The override that permits documents of the stated length; "" if none is necessary."""
     if stated is None:
         return ""
     if isinstance(config, SftConfig):
@@ -168,7 +168,7 @@ def _equal(config: SftConfig, length: int, origin: str) -> StepLengths:
 def _lengths_of_rollouts(config: RlConfig, stated: int | None) -> StepLengths:
     count = max(1, config.rl.prompts_per_step * config.rl.group_size // config.rl.minibatches)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    origin = "--length" if stated else "prompts and answers as long as rollout allows; --length N states another"
+    origin = "--length" if stated else "prompts and answers of maximum length; --length N sets another length"
     length, group = stated or longest, config.rl.group_size
     prefix = config.rollout.max_prompt_tokens * length // longest
     return StepLengths([length] * count, f"{length:,} tokens each ({origin})", group, prefix)

@@ -17,8 +17,8 @@ from weft.recipes.plan.blueprint import Blueprint
 
 @dataclass(frozen=True)
 class StepLengths:
-    """The lengths of a step's documents. origin: where they come from, in words. group, prefix: so many neighbours
-    begin alike, with so many tokens."""
+    """The lengths of a step's documents. origin: their source, in words. group, prefix: groups of `group` neighbours
+    have the same first `prefix` tokens."""
 
     tokens: Sequence[int]
     origin: str
@@ -26,15 +26,15 @@ class StepLengths:
     prefix: int = 0
 
     def plan(self, model: Blueprint, mesh: MeshSizes, budget: int | None = None) -> tuple[StepPlan, RowFacts]:
-        """The step's rows, as plan_rows has them, and their facts."""
+        """The step's rows from plan_rows, and their facts."""
         plan = plan_rows(model, mesh, self.tokens, budget, self.group, self.prefix)
         return plan, RowFacts.from_plan(model, plan)
 
 
 @dataclass(frozen=True)
 class Load:
-    """A rank's rows of a step. tokens: in all rows, with padding. predicted: tokens whose logits are read. shared:
-    tokens of documents that are cut over ranks of cp."""
+    """A rank's rows of a step. tokens: in all rows, with padding. predicted: tokens whose logits are computed. shared:
+    tokens of documents that are split over ranks of cp."""
 
     micro_batches: int
     tokens: float
@@ -44,11 +44,11 @@ class Load:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """The facts of a step's rows that decide its memory and time. longest: tokens of the longest row. load: that of a
+    """The facts of a step's rows that determine its memory and time. longest: tokens of the longest row. load: of a
     rank with the longest row in each micro-batch. dearest: FLOPs of a micro-batch's most expensive row, the mean over
     micro-batches. shares: for each micro-batch, the cost of that row relative to `dearest`. linear: the share of
-    matrices of weights in the FLOPs. tokens, flops: of all documents. cuts: whether any document is cut. keys: the most
-    keys that the segments of a row see, relative to `longest`; 1 without trees."""
+    matmuls with weights in the FLOPs. tokens, flops: of all documents. cuts: whether any document is split. keys:
+    maximum number of keys that the segments of a row attend to, relative to `longest`; 1 without trees."""
 
     longest: int
     load: Load
@@ -81,8 +81,9 @@ def plan_rows(
     model: Blueprint, mesh: MeshSizes, lengths: Sequence[int], budget: int | None = None, group: int = 1,
     prefix: int = 0,
 ) -> StepPlan:  # fmt: skip
-    """The plan of a step of documents of these lengths, all of whose tokens are trained. budget: tokens of a row; None
-    as step.max_tokens_per_device says. group, prefix: as in StepLengths. Raises UserError if a document fits no row."""
+    """The plan of a step with documents of these lengths, in which all tokens are trained. budget: tokens of a row;
+    None for step.max_tokens_per_device. group, prefix: as in StepLengths. Raises UserError if a document does not fit a
+    row."""
     planner = planner_of(model, mesh)
     metadata = [meta_of(planner, length) for length in lengths]
     if group > 1 and not planner.apart:
@@ -139,14 +140,14 @@ def _widths(plan: StepPlan, micro: int) -> list[int]:
 
 
 def _keys(plan: StepPlan) -> int:
-    """The most keys that the segments of a row of trees see, each its path and itself."""
+    """The maximum number of keys that the segments of a row of trees attend to: their paths and themselves."""
     cells = ((micro, rank) for micro in range(plan.micro_batches) for rank in range(plan.ranks))
     rows = (plan.segments(*cell) for cell in cells)
     return max((sum(segments.key_lengths) for segments in rows if segments is not None), default=0)
 
 
 def _shared(plan: StepPlan, micro: int) -> float:
-    """The most tokens of cut documents that a rank has in a micro-batch."""
+    """The maximum number of tokens of split documents that a rank has in a micro-batch."""
     if not plan.pieces or plan.group is None:
         return 0.0
     largest = 0

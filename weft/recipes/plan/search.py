@@ -1,5 +1,5 @@
-"""Searches the best meshes for a model, a number of ranks and the lengths of documents. Meshes that the axes allow are
-tried by arithmetic; those that the family, the config or the memory forbids are counted by reason."""
+"""Searches the best meshes for a model, a number of ranks and the lengths of documents. It estimates each mesh that the
+axes permit, and counts the refused meshes by reason: the family, the config or the memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from weft.recipes.plan.timing import StepTime, time_of
 BEST = 5
 _MOST_STAGES = 32
 _MOST_TRIED = 400
-_UNIT = 64  # budgets above the configured one are multiples of it
+_UNIT = 64  # budgets above the configured one are multiples of this number
 
 
 @dataclass(frozen=True)
 class Search:
     """The problem to search. config: of `weft sft` or `weft rl`. lengths: of a step's documents, in tokens. stated:
-    whether there are no other lengths; else documents may be as long as data.max_length. group, prefix: as in
+    whether there are no other lengths; otherwise documents may have up to data.max_length tokens. group, prefix: as in
     StepLengths."""
 
     config: Any
@@ -47,7 +47,7 @@ class Search:
 
     @cached_property
     def costs(self) -> list[float]:
-        """FLOPs of each document; what it shares counts for the first of its group."""
+        """FLOPs of each document. A shared prefix counts for the first document of its group."""
         cost_by_length = {length: document_flops(self.model.built.flops, length) for length in set(self.lengths)}
         costs = [cost_by_length[length] for length in self.lengths]
         if self.group == 1 or planner_of(self.model, MeshSizes(1, 1, 1, 1, 1, 1)).apart:
@@ -56,7 +56,7 @@ class Search:
         return [cost - prefix * (index % self.group > 0) for index, cost in enumerate(costs)]
 
     def blocks(self, tp: int) -> int:
-        """The number of blocks that tp divides; 0 if tp cannot divide the model."""
+        """The number of blocks that tp splits; 0 if tp cannot split the model."""
         try:
             return len(self.model.styles(tp).regions)
         except UserError:
@@ -71,9 +71,9 @@ class Search:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A mesh that fits. budget: step.max_tokens_per_device. choice: the settings of memory, of which `lossy` are not
-    exact and not the config's own. memory: of the trained model. fullest: bytes of a rank at its fullest, with models
-    beside. limit: the part of a step that limits its speed, and "memory" if that is nearly full."""
+    """A mesh that fits. budget: step.max_tokens_per_device. choice: the memory settings; `lossy` of them are inexact
+    and not in the config. memory: of the trained model. fullest: peak bytes of a rank, including other models. limit:
+    the part of a step that limits its speed, and "memory" if that is nearly full."""
 
     mesh: MeshSizes
     budget: int
@@ -87,10 +87,9 @@ class Proposal:
 
 @dataclass
 class SearchResult:
-    """best: proposals, the fastest first. meshes: number of meshes that the axes allow. tried: number of meshes that
-    were tried. too_large: number of meshes that do not fit. nearest: of these, the one that needs the least memory, and
-    its bytes.
-    refused: reason -> number of meshes."""
+    """best: proposals, the fastest first. meshes: number of meshes that the axes permit. tried: number of meshes that
+    were tried. too_large: number of meshes that do not fit. nearest: the mesh among them that needs the least memory,
+    and its bytes. refused: reason -> number of meshes."""
 
     best: list[Proposal] = field(default_factory=list)
     meshes: int = 0
@@ -101,9 +100,9 @@ class SearchResult:
 
 
 def search(problem: Search) -> SearchResult:
-    """Try meshes in the order of their lower bounds of time, until no other can be among the best, or _MOST_TRIED were
-    tried. Where none fits, those whose weights and optimizer state need another setting than the config's. Where fewer
-    than BEST fit, further settings on the same meshes."""
+    """Try meshes in the order of their lower bounds of time, until no other mesh can be among the best, or _MOST_TRIED
+    were tried. If none fits, try meshes whose weights and optimizer state need other settings than the config's. If
+    fewer than BEST fit, try further settings on the same meshes."""
     result, variants, known = SearchResult(), dict[object, Blueprint](), dict[str, Blueprint]()
     rows_of = partial(_rows, problem, dict[object, tuple[StepPlan, RowFacts]]())
     room = problem.machine.accelerator.memory * problem.machine.usable
@@ -140,7 +139,7 @@ def _rank(proposal: Proposal) -> tuple[int, float, int]:
 
 
 def _least_seconds(problem: Search, mesh: MeshSizes) -> float:
-    """A lower bound of a step's seconds: computing by the busiest rank, collectives of tp and ep, and the bubble of a
+    """A lower bound of a step's seconds: the compute of the busiest rank, collectives of tp and ep, and the bubble of a
     pipeline, without FSDP."""
     model, machine, ranks = problem.model, problem.machine, mesh.dp_replicate * mesh.shards
     costs = problem.costs
@@ -158,7 +157,7 @@ def _least_seconds(problem: Search, mesh: MeshSizes) -> float:
 
 
 def _least_bubble(problem: Search, mesh: MeshSizes, groups: int) -> float:
-    """A lower bound of the share of time that ranks of mesh.pp wait, for the largest possible number of micro-batches.
+    """A lower bound of the share of time in which ranks of mesh.pp wait, for the maximum number of micro-batches.
     groups: number of groups of ranks that may share a document."""
     config = problem.model.config.mesh
     if mesh.pp == 1 or config.pp_schedule in DELAYED:
@@ -169,9 +168,9 @@ def _least_bubble(problem: Search, mesh: MeshSizes, groups: int) -> float:
 
 
 def meshes(problem: Search, could_fit: bool = True) -> Iterator[MeshSizes]:
-    """All meshes whose axes multiply to the ranks and whose shards could fit; or those without replicas whose shards
-    cannot, with the config's settings. tp stays within a machine; cp is at most twice what the longest document
-    needs."""
+    """All meshes whose axes multiply to the number of ranks and whose shards could fit; or, with could_fit=False, those
+    without replicas whose shards cannot fit with the config's settings. tp stays within a machine; cp is at most twice
+    the number that the longest document needs."""
     ranks, model = problem.ranks, problem.model
     layers = len(model.costs[0])
     needed = -(-problem.longest // model.config.step.max_tokens_per_device)
@@ -189,7 +188,7 @@ def meshes(problem: Search, could_fit: bool = True) -> Iterator[MeshSizes]:
 
 
 def _divisors(number: int, limit: int) -> list[int]:
-    """Divisors up to `limit` that suit machines and shapes: powers of two, alone or times the number's odd part."""
+    """Divisors up to `limit` that suit machines and shapes: powers of two, alone or times the number's odd factor."""
     odd = number
     while odd % 2 == 0:
         odd //= 2
@@ -198,8 +197,8 @@ def _divisors(number: int, limit: int) -> list[int]:
 
 
 def _could_fit(problem: Search, parts: int) -> bool:
-    """Whether weights, gradients and optimizer state alone fit, divided into `parts` equal parts; what is on the host
-    always does, because the host's memory is not known."""
+    """Whether weights, gradients and optimizer state alone fit when split into `parts` equal parts. State on the host
+    always fits, because the host's memory is unknown."""
     setup = problem.model.setup
     offload, room = problem.model.config.fsdp.cpu_offload, problem.machine.accelerator.memory * problem.machine.usable
     if offload is True:
@@ -242,11 +241,11 @@ def _rows(
     problem: Search, planned: dict[object, tuple[StepPlan, RowFacts]], model: Blueprint, mesh: MeshSizes,
     budget: int | None,
 ) -> tuple[StepPlan, RowFacts]:  # fmt: skip
-    """The rows of a model's ranks, and their facts. planned: those of meshes before."""
+    """The rows of a model's ranks, and their facts. planned: results for earlier meshes."""
     groups = mesh.dp_replicate * mesh.dp_shard
     key = id(model), groups, mesh.cp, mesh.tp, budget
     if key not in planned:
-        # If all documents are equal, a part of the ranks has the same part of the documents.
+        # If all documents are equal, a fraction of the ranks has the same fraction of the documents.
         repeats = math.gcd(len(problem.lengths) // problem.group, groups) if len(set(problem.lengths)) == 1 else 1
         part = replace(mesh, dp_replicate=1, dp_shard=groups // repeats)
         plan = plan_rows(
@@ -261,10 +260,10 @@ def _proposals(
     problem: Search, mesh: MeshSizes, config: Any, rows_of: RowsOf, room: float, variants: dict[object, Blueprint],
     known: dict[str, Blueprint], *, every_policy: bool,
 ) -> list[list[Proposal]] | int:  # fmt: skip
-    """Proposals for this mesh, those first that take less time, in groups: exact settings on the accelerator; where
-    none fit, exact ones with shards on the host, and lossy ones. Otherwise the least bytes that it would need. config:
-    on this mesh. variants, known: blueprints of the trained model, and of models beside. every_policy: also those of
-    recomputation that are slower than one that fits."""
+    """Proposals for this mesh in groups, each ordered by time: exact settings on the accelerator; if none of these fit,
+    exact settings with shards on the host, and lossy settings. Otherwise the minimum number of bytes that it would
+    need. config: on this mesh. variants, known: blueprints of the trained model, and of other models. every_policy:
+    also return recomputation policies that are slower than one that fits."""
     machine, budget, least = problem.machine, _budget(problem, mesh), 0
     plan, rows = rows_of(problem.model, mesh, budget)
     stated = Choice.of(problem.config)
@@ -284,12 +283,12 @@ def _proposals(
                 memory = memory_of(model, mesh, rows, choice.activations)
                 fullest = resident + max(memory.fullest, memory.resident + read)
                 least = min(least or fullest, fullest)
-                if fullest <= room:  # the other options of this policy take more time
+                if fullest <= room:  # the other options of this policy are slower
                     time = time_of(model, mesh, rows, machine, choice.activations)
                     fitting.append((with_readings(time, readings), fullest, memory, choice))
                     break
             if fitting and fitting[-1][3] is options[0] and not every_policy:
-                break  # and so do the other policies
+                break  # the other policies are also slower
         if not fitting:
             continue
         fitting.sort(key=lambda option: (option[0].seconds, option[1]))

@@ -24,19 +24,19 @@ from weft.recipes.plan.traffic import Transfer
 from weft.terminal import byte_count, counted, say
 
 _MAX_REASONS = 6  # for which meshes were refused
-# Memory that a simulation does not see: contexts of CUDA and NCCL in bytes, and fragments of the allocator's blocks, as
-# a share of the allocated memory.
+# Memory outside of a simulation: contexts of CUDA and NCCL in bytes, and fragments of the allocator's blocks, as a
+# share of the allocated memory.
 _CONTEXT = 1 << 30
 _FRAGMENTS = 0.025
 _NOTES = {
-    "weights": "masters, what is frozen, and buffers",
+    "weights": "masters, frozen weights, and buffers",
     "optimizer": "with the average of the weights, if there is one",
-    "beside": "weights and heads of models that are only read",
-    "activations": "what forwards keep for backward, of all rows in flight",
-    "head": "what it makes in a forward: logits, and gradients that are known then",
-    "gathered": "whole parameters of units, and the buffers in which they arrive",
-    "unreduced": "gradients of whole units, and the buffers in which they leave",
-    "temporary": "all else that torch allocates",
+    "beside": "weights and heads of frozen models",
+    "activations": "stored by forwards for backward, of all rows in flight",
+    "head": "allocated by the head in a forward: logits, and gradients that are already known",
+    "gathered": "complete parameters of units, and their receive buffers",
+    "unreduced": "gradients of complete units, and their send buffers",
+    "temporary": "all other tensors",
 }
 
 
@@ -55,9 +55,9 @@ def show_estimate(
     say(f"mesh     {mesh_overrides(mesh)}" + (f" mesh.ulysses={ulysses}" if ulysses is not None else ""))
     cut = sum(document.read > plan.budget for document in plan.documents)
     say(
-        f"step     {counted(plan.micro_batches, 'micro-batch')} on {counted(plan.ranks, 'rank')} with other documents; "
-        f"fill {plan.fill:.0%}, utilisation {plan.utilisation:.0%}"
-        + (f"; {cut} documents are cut over ranks of cp" if plan.pieces else "")
+        f"step     {counted(plan.micro_batches, 'micro-batch')} on {counted(plan.ranks, 'rank')} with different "
+        f"documents; fill {plan.fill:.0%}, utilisation {plan.utilisation:.0%}"
+        + (f"; {cut} documents are split over ranks of cp" if plan.pieces else "")
     )
     read = sum(document.read for document in plan.documents)
     share = 1 - plan.tokens_forwarded / read
@@ -72,8 +72,8 @@ def show_estimate(
             spans = (stages[0].spans[stage] for stage in stages[0].placement.stages_of(rank))
             layers = ", ".join(f"{first} to {end - 1}" for first, end in spans)
             sizes = (memory.resident, memory.rows + memory.in_flight, memory.fullest)
-            rows.append((str(rank + 1), layers, *map(byte_count, sizes)))
-        show(new_table("ranks of mesh.pp", ">place", "layers", ">resident", ">activations", ">fullest", rows=rows))
+            rows.append((str(rank), layers, *map(byte_count, sizes)))
+        show(new_table("ranks of mesh.pp", ">rank", "layers", ">resident", ">activations", ">fullest", rows=rows))
     parts = [
         (p.name, f"{p.seconds:.3g}", f"{p.waits:.3g}", byte_count(round(p.received)) if p.received else "", p.note)
         for p in time.parts
@@ -95,13 +95,13 @@ def _show_heading(model: Blueprint, ranks: int, lengths: StepLengths, machine: M
     say(f"model    {model.built.path}: {elements:,} parameters; {ranks:,} ranks")
     for number, line in enumerate(machine.lines()):
         say(f"{'' if number else 'assumed':<8} {line}")
-    say(f"lengths  {len(lengths.tokens):,} documents a step, {lengths.origin}")
+    say(f"lengths  {len(lengths.tokens):,} documents per step, {lengths.origin}")
 
 
 def _show_memory(memory: Memory, machine: Machine, *, stages: int, vision: bool) -> None:
-    """Prints the memory of a rank. stages: size of mesh.pp. vision: whether the model takes images."""
+    """Prints the memory of a rank. stages: size of mesh.pp. vision: whether the model accepts images."""
     holdings = memory.share
-    stage = f", place {holdings.coordinates.pp + 1} of mesh.pp" if stages > 1 else ""
+    stage = f", rank {holdings.coordinates.pp} of mesh.pp" if stages > 1 else ""
     table = new_table(f"memory of the fullest rank{stage}", "what", ">bytes", "")
     resident_rows: list[tuple[str, int, str]] = [
         ("weights", holdings.weights, "masters and frozen weights"),
@@ -112,16 +112,16 @@ def _show_memory(memory: Memory, machine: Machine, *, stages: int, vision: bool)
     rows = [
         *([] if memory.offloaded else resident_rows),
         ("weights", memory.on_device, "in the compute dtype; masters are on the host"),
-        ("units from the host", memory.staged, "shards, as they are stored"),
+        ("units from the host", memory.staged, "shards in the stored dtype"),
         ("gathered units", memory.gathered, "in the compute dtype"),
-        ("kept copies", memory.copies, "of parameters in the compute dtype, for a whole step"),
-        ("activations", memory.rows, memory.unknown or "that the longest row keeps for backward"),
+        ("kept copies", memory.copies, "of parameters in the compute dtype, for a complete step"),
+        ("activations", memory.rows, memory.unknown or "stored by the longest row for backward"),
         ("in flight", memory.in_flight, "activations of further rows in the pipeline"),
         ("gradients of a unit", memory.unreduced, "before they are sent"),
         ("sent gradients", memory.lingering, "of the last unit, until the next row's backward; beside the head"),
         ("reduced gradients", memory.reduced, "of replicated units, which torch keeps until the end of backward"),
-        ("rows of experts", memory.experts, "sent and received, where routers choose evenly"),
-        ("head", memory.head, "tiles of logits, and its gradients; in turn with gradients of units"),
+        ("rows of experts", memory.experts, "sent and received, if routers choose evenly"),
+        ("head", memory.head, "tiles of logits, and gradients; not at the same time as gradients of units"),
     ]
     for name, size, note in rows:
         if size or note == memory.unknown != "":
@@ -135,16 +135,18 @@ def _show_memory(memory: Memory, machine: Machine, *, stages: int, vision: bool)
         say(f"warning  it does not fit: {1 - machine.usable:.0%} of the memory is for the context and fragments\n")
     if memory.offloaded:
         on_host = ", ".join(f"{name} {byte_count(size)}" for name, size, _ in resident_rows if size)
-        say(f"host     {byte_count(holdings.resident)} a rank, by fsdp.cpu_offload: {on_host}")
+        say(f"host     {byte_count(holdings.resident)} per rank, by fsdp.cpu_offload: {on_host}")
     if memory.hosted:
-        say(f"host     {byte_count(memory.hosted)} a rank for activations (model.offload_activations)")
-    say(f"host     {byte_count(memory.host)} a rank for checkpoint copies. Not counted: temporary tensors of a layer,")
+        say(f"host     {byte_count(memory.hosted)} per rank for activations (model.offload_activations)")
+    say(
+        f"host     {byte_count(memory.host)} per rank for checkpoint copies. Not counted: temporary tensors of a layer,"
+    )
     images = ", images" if vision else ""
     say(f"         memory of libraries, engines that generate{images}\n")
 
 
 def _show_transfers(transfers: Sequence[Transfer]) -> None:
-    """Prints the transfers of a step, the largest first; equal transfers of several layers are one row."""
+    """Prints the transfers of a step, the largest first. Equal transfers of several layers are one row."""
 
     def key(transfer: Transfer) -> tuple[str, str, str, int, float]:
         return transfer.name, transfer.kind, transfer.axis, transfer.size, transfer.payload
@@ -160,15 +162,15 @@ def _show_transfers(transfers: Sequence[Transfer]) -> None:
 
 
 def show_engines(rows: Sequence[EngineRow], trained: Memory, machine: Machine) -> None:
-    """Prints the memory of further engines, such as reference and critic, if there are any, and whether they fit beside
-    the trained model. trained: of its fullest rank."""
+    """Prints the memory of further engines, such as reference and critic, if there are any, and whether they fit
+    together with the trained model. trained: of its fullest rank."""
     if not rows:
         return
     show(engine_table(rows))
     total, room = trained.fullest + sum(row.resident for row in rows), machine.accelerator.memory
     say(f"together {byte_count(total)} with the trained model at its fullest: {total / room:.0%} of {byte_count(room)}")
     if total > room * machine.usable >= trained.fullest:
-        say("warning  the models do not fit side by side: use more ranks, or cpu_offload of those that are only read")
+        say("warning  the models do not fit together: use more ranks, or cpu_offload of frozen models")
 
 
 def show_search(
@@ -184,7 +186,7 @@ def show_search(
     extra_override: a further override that runs of these lengths need."""
     _show_heading(model, ranks, lengths, machine)
     say(
-        f"tried    {result.tried:,} of {result.meshes:,} meshes, those first that could be the fastest; "
+        f"tried    {result.tried:,} of {result.meshes:,} meshes, in the order of their lower bounds of time; "
         f"{result.too_large:,} need too much memory"
     )
     by_pattern: dict[str, tuple[str, int]] = {}  # reasons that differ only in numbers are merged into the first
@@ -196,11 +198,11 @@ def show_search(
         say(f"refused  {count:,} meshes: {reason}")
     if not result.best:
         if result.nearest is None:
-            say("none     every mesh is refused")
+            say("none     weft refuses every mesh")
             return
         mesh, least = result.nearest
         say(
-            f"none     fits: {mesh_overrides(mesh)} needs the least, {byte_count(least)} a rank. Use more "
+            f"none     fits: {mesh_overrides(mesh)} needs the least, {byte_count(least)} per rank. Use more "
             "ranks, a smaller step.max_tokens_per_device, optimizer.state_dtype=int8 or lora.rank=16"
         )
         return
@@ -215,7 +217,7 @@ def show_search(
     show(table)
     unknown = next((proposal.memory.unknown for proposal in result.best if proposal.memory.unknown), "")
     if unknown:
-        say(f"warning  without activations, which are unknown for this model ({unknown}): it takes more memory")
+        say(f"warning  without activations, which are unknown for this model ({unknown}): it needs more memory")
     best = result.best[0]
     settings = best.choice.overrides(replace(config, step=replace(config.step, max_tokens_per_device=best.budget)))
     overrides = [mesh_overrides(best.mesh), f"step.max_tokens_per_device={best.budget}", *settings]
@@ -226,12 +228,12 @@ def show_search(
 
 
 def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: int = 0) -> None:
-    """Prints the simulation of one rank. estimated: the memory by formula of the fullest rank of its stage, for
-    comparison. room: memory of the accelerator in bytes. beside: bytes by formula of models that are only read."""
+    """Prints the simulation of one rank. estimated: the estimated memory of the fullest rank of its stage, for
+    comparison. room: memory of the accelerator in bytes. beside: estimated bytes of frozen models."""
     ran = f"{simulated.micro_batches} of {simulated.all_micro_batches} micro-batches ran, those with the longest rows"
     if simulated.micro_batches == simulated.all_micro_batches:
         ran = f"{simulated.micro_batches} micro-batches ran"
-    say(f"simulate rank {simulated.rank} took a step with tensors without values: {ran} ({simulated.seconds:.0f} s)")
+    say(f"simulate rank {simulated.rank} ran a step with tensors without values: {ran} ({simulated.seconds:.0f} s)")
     peak, holdings = simulated.peak, estimated.share
     when = f"{peak.phase} of micro-batch {peak.micro_batch}" if peak.micro_batch else peak.phase
     by_arithmetic = {
@@ -242,12 +244,12 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: i
         "activations": estimated.rows + estimated.in_flight,
         "gathered": estimated.gathered,
     }
-    stage = "" if simulated.stage is None else f", place {simulated.stage + 1} of mesh.pp"
+    stage = "" if simulated.stage is None else f", rank {simulated.stage} of mesh.pp"
     table = new_table(
         f"memory of rank {simulated.rank}{stage}, simulated",
         "what",
         f">in {when}",
-        ">most at any time",
+        ">maximum at any time",
         ">estimated",
         "",
     )
@@ -270,4 +272,4 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: i
     for kind, summed in sorted(simulated.collectives.totals.items(), key=lambda pair: -pair[1].bytes):
         collectives.add_row(kind.part, f"{kind.ranks:,}", kind.operation, f"{summed.count:,}", byte_count(summed.bytes))
     show(collectives)
-    say("         Attention has the sizes of flash kernels; experts get equally many tokens.\n")
+    say("         Attention has the sizes of flash kernels; experts get equal numbers of tokens.\n")

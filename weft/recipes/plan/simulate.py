@@ -1,9 +1,9 @@
-"""Simulates a step of one rank of a mesh of any size in one process: weft's own Engine, with tensors that have no
+"""Simulates a step of one rank of a mesh of any size in one process. It runs weft's Engine with tensors that have no
 values and collectives that send nothing.
 
-Model, mesh, sharding, hooks, executor, optimizer and the plan of the rows are those of a run. The differences are in a
-few places: launch/simulated.py gives the device for which kernels and sizes are chosen, and the numbers for which the
-host would wait (experts get equally many tokens); ops/shapes.py replaces attention kernels of CUDA.
+Model, mesh, sharding, hooks, executor, optimizer and the plan of the rows are those of a run. There are few
+differences: launch/simulated.py defines the device for which kernels and sizes are chosen, and the numbers for which
+the host would wait (experts get equal numbers of tokens); ops/shapes.py replaces attention kernels of CUDA.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from weft.recipes.plan.watch import Watch, held_by
 @dataclass(frozen=True)
 class Step:
     """A step to simulate. lengths: of its documents, in tokens, all of which are trained. arrays: names of the
-    per-token arrays that the objective reads. group, prefix: as in StepLengths. scored: whether the last token of each
-    alone is read. readings: what comes before."""
+    per-token arrays that the loss reads. group, prefix: as in StepLengths. scored: whether only the last token of each
+    document is scored. readings: the forwards before the step."""
 
     lengths: Sequence[int]
     objective: Loss
@@ -53,9 +53,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A rank's simulated step. stage: its place on mesh.pp; None without pp. micro_batches: number that were run, of
-    `all_micro_batches`. persistent: bytes of weights, gradients and optimizer state, without padding, and of models
-    beside. seconds: duration of the simulation."""
+    """A rank's simulated step. stage: its index on mesh.pp; None without pp. micro_batches: number that were run, of
+    `all_micro_batches`. persistent: bytes of weights, gradients and optimizer state, without padding, and of frozen
+    models. seconds: duration of the simulation."""
 
     rank: int
     stage: int | None
@@ -68,17 +68,17 @@ class Simulated:
 
 
 def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step: Step, *, rank: int = 0) -> Simulated:
-    """Simulate a step of rank `rank` of `world` ranks, in a process without a process group. The optimizer has its
-    state already, as in a later step of a run.
+    """Simulate a step of rank `rank` of `world` ranks, in a process without a process group. The optimizer already has
+    its state, as in a later step of a run.
 
-    assumed: each rank's accelerator; None for a CPU. Of many micro-batches only the longest are run: enough to fill the
-    pipeline and to have gradients. Raises UserError for a config that is refused, and if the family's code depends on
-    values.
+    assumed: each rank's accelerator; None for a CPU. If there are many micro-batches, only the longest are run: enough
+    to fill the pipeline and to have gradients. Raises UserError for a config that weft refuses, and if the family's
+    code depends on values.
     """
     _check(config)
     began = time.perf_counter()
     simulation = Simulation("cpu") if assumed is None else Simulation("cuda", assumed.memory, assumed.capability)
-    # DTensor's caches are keyed by the shape of a mesh, and hold process groups that no longer exist.
+    # DTensor's caches have the shape of a mesh as key, and contain process groups that no longer exist.
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     with fake_ranks(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
@@ -96,7 +96,7 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise UserError(
                     f"--simulate: the code of model_type {engine.module.facts.model_type!r} depends on values of "
-                    f"tensors ({first_line(error)}), and in a simulation there are none: leave --simulate out."
+                    f"tensors ({first_line(error)}), which a simulation does not have: remove --simulate."
                 ) from error
     stage = None if engine.mesh.pp is None else engine.mesh.pp.rank
     seconds = time.perf_counter() - began
@@ -106,7 +106,7 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
 
 
 def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, step: Step) -> tuple[dict[str, int], Watch]:
-    """Run one step, with what is read before it, also of a real rank. Returns (bytes by class that the rank holds at
+    """Run one step, with the forwards before it, on a simulated or a real rank. Returns (bytes by class on the rank at
     the end of the backward, the Watch)."""
     readings = step.readings
     with on_host():
@@ -133,8 +133,7 @@ def rows_of(engine: Engine, plan: StepPlan, step: Step) -> StepRows:
 
 
 def simulated_documents(step: Step) -> list[Document]:
-    """The documents of a step; plain documents of one length are the same object, because tokens do not
-    matter."""
+    """The documents of a step. Plain documents of one length are the same object, because tokens do not matter."""
     like: dict[int, Document] = {}
     for length in set(step.lengths):
         ones, weights = torch.ones(length), torch.ones(length)
@@ -164,13 +163,13 @@ def make_state(engine: Engine) -> None:
 def _check(config: EngineConfig, section: str = "fsdp") -> None:
     if config.fsdp.cpu_offload:
         raise UserError(
-            f"{section}.cpu_offload: a simulation does not tell the host's memory from the accelerator's: set "
-            f"{section}.cpu_offload=false, or leave out --simulate."
+            f"{section}.cpu_offload: a simulation does not distinguish host memory from the accelerator's: set "
+            f"{section}.cpu_offload=false, or remove --simulate."
         )
     if config.model.compile is True:
         raise UserError(
-            "model.compile: what compiled layers keep in memory is not simulated: set model.compile=false, or leave "
-            "out --simulate."
+            "model.compile: weft does not simulate the memory of compiled layers: set model.compile=false, or "
+            "remove --simulate."
         )
 
 

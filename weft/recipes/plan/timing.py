@@ -1,8 +1,8 @@
-"""The time of a step on a machine, part by part: arithmetic on rates, which are assumed or were measured.
+"""The time of a step on a machine, part by part. It is computed from rates, which are assumed or were measured.
 
-Beside products, attention and collectives it knows what an accelerator spends on passes over tensors: those of layers
-and head (recipes/plan/passes.py), FSDP2's copies between masters and gathered weights, clipping and the optimizer; and
-what the host spends on launching operations, which shows where there is little to compute.
+In addition to matmuls, attention and collectives, it includes the accelerator's passes over tensors: those of layers
+and head (recipes/plan/passes.py), FSDP2's copies between masters and gathered weights, clipping and the optimizer. It
+also includes the host's time to launch operations, which matters if there is little to compute.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from weft.recipes.plan.traffic import Transfer, transfers
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step on the slowest stage. seconds: duration of the part by itself. waits: the seconds that it adds
-    to the step; for communication, those in which nothing is computed. received: bytes that a rank receives."""
+    """A part of a step on the slowest stage. seconds: duration of the part. waits: the seconds that it adds to the
+    step; for communication, those that do not overlap with compute. received: bytes that a rank receives."""
 
     name: str
     seconds: float
@@ -38,7 +38,7 @@ class Part:
 @dataclass(frozen=True)
 class StepTime:
     """The time of a step. parts: their `waits` add up to `seconds`. tokens: of all ranks. mfu: FLOPs of the model as a
-    share of those at peak. transfers: those of a rank of the slowest stage."""
+    share of the FLOPs at peak. transfers: of a rank of the slowest stage."""
 
     seconds: float
     parts: tuple[Part, ...]
@@ -48,23 +48,23 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The name of the part other than computing that adds most to a step; "computing" if none adds a tenth."""
+        """The name of the part, other than compute, that adds most to a step; "computing" if none adds a tenth."""
         waiting = max((part for part in self.parts if part.name not in _COMPUTING), key=lambda part: part.waits)
         return waiting.name if waiting.waits > 0.1 * self.seconds else "computing"
 
 
 _COMPUTING = ("matrices", "attention")
-# Launches per trained tensor at the end of a step, for which the device waits: AdamW divides and skips on the device,
-# so the host waits once, behind the update; other optimizers are launched when the norm has been read.
+# Launches per trained tensor at the end of a step, for which the device waits. AdamW divides and skips on the device,
+# so the host waits once, after the update; other optimizers are launched after the norm has been read.
 LAUNCHES_OF_UPDATE = 1
 LAUNCHES_OF_OTHERS = 3
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A stage's seconds, as (forward, backward), for one row of the cost RowFacts.dearest. linear, attention:
-    computing. passes: over tensors of layers and head. copies: of FSDP2, in the stream that computes. open: collectives
-    that nothing hides. gathers: collectives that computing may hide; hosted: copies from and to the host, too.
+    """A stage's seconds, as (forward, backward), for one row of the cost RowFacts.dearest. linear, attention: compute.
+    passes: over tensors of layers and head. copies: of FSDP2, in the compute stream. open: collectives that do not
+    overlap. gathers: collectives that may overlap with compute; hosted: the same for copies from and to the host.
     launching: of the host."""
 
     linear: tuple[float, float]
@@ -77,12 +77,12 @@ class _Work:
     launching: tuple[float, float]
 
     def device(self, phase: int, share: float) -> float:
-        """Seconds in which the accelerator computes a row that costs `share` times as much."""
+        """Seconds in which the accelerator computes a row with `share` times the cost."""
         scaled = self.linear[phase] + self.attention[phase] + self.passes[phase]
         return scaled * share + self.copies[phase]
 
     def seconds(self, share: float) -> tuple[float, float]:
-        """(Forward, backward) seconds of a row that costs `share` times as much."""
+        """(Forward, backward) seconds of a row with `share` times the cost."""
         phases = []
         for phase in (0, 1):
             hidden = max(self.gathers[phase], self.hosted[phase], self.launching[phase])
@@ -93,7 +93,7 @@ class _Work:
 def time_of(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, activations: Activations | None = None
 ) -> StepTime:
-    """The time of a step of these rows. activations: None as the config says."""
+    """The time of a step of these rows. activations: None for those of the config."""
     chosen = Activations.of(model.config) if activations is None else activations
     holdings = shares_by_stage(model, mesh)
     moved = [
@@ -133,7 +133,7 @@ def forward_seconds(model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: 
         for stage_holdings in shares_by_stage(model, mesh)
     ]  # fmt: skip
     busy = [sum(work.seconds(share)[0] for share in rows.shares) for work in works]
-    return max(busy) + (sum(busy) - max(busy)) / len(rows.shares)  # a pipeline fills and drains with one row
+    return max(busy) + (sum(busy) - max(busy)) / len(rows.shares)  # a pipeline fills and drains once, with one row
 
 
 def _work(
@@ -171,13 +171,13 @@ def _work(
 def _hosted_seconds(
     model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts, machine: Machine, activations: Activations
 ) -> float:
-    """Seconds in which activations of a row go to the host, and as many in which they come back."""
+    """Seconds in which activations of a row are copied to the host. Copying them back takes as long."""
     if activations.offload == "off":
         return 0.0
     tokens, layers = round(rows.load.tokens / rows.load.micro_batches), model.layers(mesh.pp, holdings.coordinates.pp)
     try:
         saved = model.saved(sharing(model, mesh, rows), tiled=activations.tile is not None)
-    except Exception:  # whatever a family does that needs values
+    except Exception:  # of any type: some families need values
         return 0.0
     size = saved.moved(tokens, activations, layers) + sum(kept_rows(model, mesh, tokens, layers, activations))
     return size / (machine.host * machine.moved)
@@ -191,7 +191,7 @@ def _passes(
     machine: Machine,
     activations: Activations,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """((forward, backward) seconds of passes over tensors of a row's layers and head, the same of launching all of its
+    """((forward, backward) seconds of passes over tensors of a row's layers and head, the same for launching all of its
     operations). A pipeline's last stage has the head."""
     load, passes = rows.load, model.passes(sharing(model, mesh, rows))
     tokens = load.tokens / load.micro_batches
@@ -204,7 +204,7 @@ def _passes(
     fused = machine.fused if model.config.model.compile is True else 1.0
     forward_bytes, backward_bytes = fused * ahead * tokens, fused * back * tokens
     if holdings.coordinates.pp == last_place(model, mesh):
-        # Where directions are known, the head does nearly all in forward; where it has to wait, nearly all in backward.
+        # If gradients of the outputs are known, the head computes nearly all in forward; otherwise in backward.
         of_head = model.head_passes(mesh.tp) * load.predicted / load.micro_batches
         if model.samples:
             backward_bytes += of_head
@@ -223,12 +223,12 @@ def _copies(
     activations: Activations,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of FSDP2's copies for a row, (forward, backward) seconds of copies between host and
-    accelerator that computing hides).
+    accelerator that overlap with compute).
 
-    Gathering: shards are cast, and what has arrived is copied into parameters; a single shard is cast and copied as
-    well, by one data rank once a step where memory allows. Reducing: gradients are laid one behind the other and cast,
-    a single shard's are copied, those of replicas divided, too; those of further micro-batches are added. From a host,
-    shards come in the masters' dtype, and gradients go back.
+    Gathering: shards are cast, and received data is copied into parameters. A single shard is also cast and copied; one
+    data rank does so once per step if memory allows. Reducing: gradients are concatenated and cast. A single shard's
+    gradients are copied, and those of replicas also divided; gradients of further micro-batches are added. From a host,
+    shards come in the masters' dtype, and gradients are sent back.
     """
     config, precision = model.config.fsdp, model.setup.precision
     compute, reduce, master = precision.compute.itemsize, precision.reduce.itemsize, precision.master.itemsize
@@ -248,7 +248,7 @@ def _copies(
             for phase in phases:
                 copied[phase] += unit.count * elements * (cast + 2 * compute) * per_row
                 if config.cpu_offload is True:
-                    # A single shard comes in the stream that computes.
+                    # A single shard is copied in the compute stream.
                     target = waited if unit.shards == 1 else hidden
                     target[phase] += unit.count * elements * stored / unit.shards
         if not trains:
@@ -267,7 +267,7 @@ def _copies(
 def _flops(
     model: Blueprint, mesh: MeshSizes, stage: int, rows: RowFacts, activations: Activations
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """((forward, backward) FLOPs of matrices, the same of attention) of a rank of a stage, for a row of the cost
+    """((forward, backward) FLOPs of matmuls, the same of attention) of a rank of a stage, for a row of the cost
     RowFacts.dearest. Recomputed layers count again, in backward."""
     of_rank = rows.dearest / mesh.tp
     layer_costs, head = model.costs
@@ -282,7 +282,7 @@ def _flops(
     forward, backward = trained * ahead, trained * (1 - ahead)
     recompute = activations.recompute
     repeated = 0.0 if recompute is None else recompute.repeated("matmuls")
-    if activations.tile is not None:  # tiles run again, whether their layer does or not
+    if activations.tile is not None:  # tiles are recomputed, even if their layer is not
         repeated += model.mlp_share * (1.0 - repeated)
     backward += linear * layers * ahead * repeated
     if last and (mesh.tp > 1 or model.samples):  # logits are computed twice
@@ -294,8 +294,8 @@ def _flops(
 def _seconds_of_rows(
     model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], busy: Sequence[float], shares: Sequence[float]
 ) -> float:
-    """Seconds of all forwards and backwards of a step, with the waiting of stages for each other. busy: each stage's
-    seconds without waiting."""
+    """Seconds of all forwards and backwards of a step, including waits between stages. busy: each stage's seconds
+    without waits."""
     staged = model.stages(mesh.pp)
     if staged is None:
         return busy[0]
@@ -303,7 +303,7 @@ def _seconds_of_rows(
     placement, delayed = stages.placement, schedule in DELAYED
     run, repeated_seconds = list(shares), 0.0
     if schedule != "GPipe" and len(run) > 8 * placement.stages and max(run) - min(run) < 1e-6:
-        # Once a pipeline of equal rows is full, a further row adds its time on the slowest rank.
+        # Once a pipeline of equal rows is full, each further row adds its time on the slowest rank.
         del run[8 * placement.stages :]
         repeated_seconds = max(busy) * (1.0 - len(run) / len(shares))
     orders = [order(schedule, placement, pp_rank, len(run)) for pp_rank in range(mesh.pp)]
@@ -326,10 +326,10 @@ def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:
 
 
 def _update_seconds(model: Blueprint, holdings: RankShare, machine: Machine) -> float:
-    """Seconds of norm, clipping and update: gradients are read for the norm, read and written by clipping and read by
-    the optimizer, which reads and writes masters and states; an average is read and written beside the masters. AdamW
-    clips as it steps, and writes gradients back."""
-    masters = holdings.gradients  # as many, in the same dtype
+    """Seconds of norm, clipping and update. Gradients are read for the norm, read and written by clipping, and read by
+    the optimizer, which reads and writes masters and states. An average is also read and written. AdamW clips during
+    its update, and writes gradients back."""
+    masters = holdings.gradients  # of the same number and dtype
     of_gradients = 3 if model.config.optimizer.name == "adamw" else 4
     moved = 2 * (masters + holdings.optimizer) + of_gradients * holdings.gradients
     if holdings.average:
@@ -337,7 +337,7 @@ def _update_seconds(model: Blueprint, holdings: RankShare, machine: Machine) -> 
     if not model.config.fsdp.cpu_offload:
         return machine.passing(moved)
     seconds = moved / machine.host_memory
-    if model.config.fsdp.cpu_offload == "optimizer":  # new weights travel while others are stepped
+    if model.config.fsdp.cpu_offload == "optimizer":  # new weights are copied while other weights are updated
         trained = sum(unit.trained * unit.count / unit.shards for unit in holdings.units)
         seconds = max(seconds, trained * model.setup.precision.compute.itemsize / (machine.host * machine.moved))
     return seconds
@@ -348,8 +348,8 @@ def _trained_tensors(holdings: RankShare) -> int:
 
 
 def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Machine) -> list[Part]:
-    """The parts of the slowest stage's time: computing, and each kind of collective, with the seconds that computing
-    does not hide."""
+    """The parts of the slowest stage's time: compute, and each kind of collective, with the seconds that do not overlap
+    with compute."""
     total = sum(rows.shares)
     linear, attention, passes = (sum(phases) * total for phases in (work.linear, work.attention, work.passes))
     copies = sum(work.copies) * len(rows.shares)
@@ -371,21 +371,21 @@ def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Mach
             visible, hosted = visible + gathered - computing, hosted + copied - gathered
             launched += max(0.0, work.launching[phase] - copied)
     count = len(rows.shares)
-    parts.append(Part("copies from and to the host", sum(work.hosted) * count, hosted, note="computing goes on"))
+    parts.append(Part("copies from and to the host", sum(work.hosted) * count, hosted, note="overlap with compute"))
     parts.append(
-        Part("launching", sum(work.launching) * count, launched, note="by the host, while the device computes")
+        Part("launching", sum(work.launching) * count, launched, note="by the host, during device compute"),
     )
     hidden = sum(transfer.seconds(machine) for transfer in moved if transfer.hidden)
     for (name, overlaps), group in _by_name(moved):
         seconds = sum(transfer.seconds(machine) for transfer in group)
         received = sum(transfer.received for transfer in group)
         waits = visible * seconds / hidden if overlaps and hidden else seconds
-        parts.append(Part(name, seconds, waits, received, "computing goes on" if overlaps else ""))
+        parts.append(Part(name, seconds, waits, received, "overlaps with compute" if overlaps else ""))
     return [part for part in parts if part.seconds > 0]
 
 
 def _by_name(moved: Sequence[Transfer]) -> list[tuple[tuple[str, bool], list[Transfer]]]:
-    """The transfers by (axis and kind, whether computing hides them)."""
+    """The transfers by (axis and kind, whether they overlap with compute)."""
 
     def key(transfer: Transfer) -> tuple[str, bool]:
         return f"{transfer.axis}: {transfer.kind}", transfer.hidden

@@ -1,7 +1,7 @@
 """The communication of a mesh in an optimizer step: each collective, with its group and its bytes.
 
-The formulas are those of docs/reference/parallelism.md. Not counted, because they are small: metrics, the gradient
-norm, numbers of rows for experts, and log-sum-exps of a divided vocabulary.
+The formulas are in docs/reference/parallelism.md. Not counted, because they are small: metrics, the gradient norm,
+numbers of rows for experts, and log-sum-exps of a split vocabulary.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BACKWARD: Phase = "backward"
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective of a step. axis, size: its group and the number of ranks in it. stride: difference of the numbers of
-    neighbours in the group. payload: bytes of the whole tensor in one call; for an all-to-all, bytes that a rank deals
-    out, its own part included. calls: number in the step. hidden: whether computing goes on while it runs."""
+    """A collective of a step. axis, size: its group and the number of ranks in it. stride: difference between the
+    numbers of neighbours in the group. payload: bytes of the complete tensor in one call; for an all-to-all, bytes that
+    a rank distributes, including its own part. calls: number in the step. hidden: whether it overlaps with compute."""
 
     name: str
     kind: Kind
@@ -45,7 +45,7 @@ class Transfer:
 
     @property
     def received(self) -> float:
-        """Bytes that a rank receives in the step; it sends as many."""
+        """Bytes that a rank receives in the step. It sends as many."""
         if self.kind == "send":
             return self.payload * self.calls
         per_call = self.payload * (self.size - 1) / self.size
@@ -78,7 +78,7 @@ def transfers(
 
 
 def _forwards(recompute: RecomputePolicy | None) -> float:
-    """How often a layer's collectives of forward run, on average."""
+    """The mean number of times that a layer's forward collectives run."""
     return 1.0 + (0.0 if recompute is None else recompute.repeated("collectives"))
 
 
@@ -139,7 +139,7 @@ def _of_tp(
         return Transfer(name, kind, "tp", mesh.tp, 1, payload, calls, phase)
 
     kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if sequence else ("all-reduce",)
-    ends = 0 if _norm_follows(model) else len(layers) * load.micro_batches  # no backward needs a layer's last sum
+    ends = 0 if _norm_follows(model) else len(layers) * load.micro_batches  # backward does not need a layer's last sum
     for kind in kinds:
         repeated = again * (blocks - (ends if kind == kinds[-1] else 0))
         yield transfer("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
@@ -161,14 +161,14 @@ def _of_tp(
         if not isinstance(model.module.head, ScoreHead):
             predicted = load.predicted * hidden
             yield transfer("gradient of the head's input", "all-reduce", predicted, load.micro_batches, "backward")
-    # Gradients of weights that all ranks of tp have whole, and use for their part of the work.
+    # Gradients of weights that every rank of tp has completely and uses for its part of the work.
     stages, elements = model.stages(mesh.pp), 0
     for weight, inside in model.undivided(mesh.tp):
         on_stage = stages is None or holdings.coordinates.pp in stages[1].holders[weight.name]
         if on_stage and (sequence or inside):
             elements += shard_elements(weight.shape, mesh.shards, 0)
     yield transfer(
-        "gradients of what ranks have alike",
+        "gradients of replicated weights",
         "all-reduce",
         float(elements * model.setup.precision.master.itemsize),
         1,
@@ -177,7 +177,7 @@ def _of_tp(
 
 
 def _norm_follows(model: Blueprint) -> bool:
-    """Whether a layer ends with a norm of its last block's output, as gemma3's do."""
+    """Whether a layer ends with a norm of its last block's output, as in gemma3."""
     _, layer = model.module.layers[0]
     return any(re.match(r"post_(feedforward|mlp|ffn)", name) for name, _ in layer.named_children())
 
@@ -188,8 +188,8 @@ def _norm_follows(model: Blueprint) -> bool:
 def _of_cp(
     model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: RecomputePolicy | None
 ) -> Iterator[Transfer]:
-    """The exchange of heads, or of keys and values, for documents that are cut. The payload of an all-to-all includes
-    the share of 1 / size that stays on the rank."""
+    """The exchange of heads, or of keys and values, for split documents. The payload of an all-to-all includes the
+    share of 1 / size that stays on the rank."""
     ulysses = model.ulysses(mesh.cp, mesh.tp)
     if ulysses is None or not load.shared:
         return
@@ -197,7 +197,7 @@ def _of_cp(
     stage_layers = len(model.layers(mesh.pp, holdings.coordinates.pp)) * layers / len(model.costs[0])
     heads, keys = received_per_token(model.built.flops, model.checked, mesh.cp, ulysses, mesh.tp)
     size, forwards = model.setup.precision.compute.itemsize, _forwards(recompute)
-    tokens = load.shared * mesh.cp / load.micro_batches  # tokens of the whole group, as received_per_token counts them
+    tokens = load.shared * mesh.cp / load.micro_batches  # tokens of the complete group, the unit of received_per_token
     calls = stage_layers * load.micro_batches
     parts = (
         ("heads for tokens", "cp (ulysses)", heads, ulysses, mesh.tp),
@@ -224,7 +224,7 @@ def _of_experts(
     rows, calls = load.tokens / load.micro_batches * rows_of_a_token(model), layers * load.micro_batches
     back = rows * model.text.hidden_size * size
     there = back + rows * size  # with the weights of the rows
-    # Outputs of experts are saved nowhere, so that a recomputed layer ends before it. Shared experts come after them.
+    # Outputs of experts are not stored, so a recomputed layer ends before it. Shared experts come after them.
     forwards = _forwards(recompute)
     for name, payload, times in (
         ("rows to experts", there, forwards),

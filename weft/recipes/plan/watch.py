@@ -1,7 +1,7 @@
 """Observes a step of a rank, real or simulated: every storage, from its creation until it is freed, and every
 collective.
 
-FSDP keeps the storages of gathered parameters and empties them in between, without any event of torch. So a unit's
+FSDP keeps the storages of gathered parameters and empties them in between, without an event in torch. So a unit's
 storages are checked after every operation that may have filled them, and while they are full.
 """
 
@@ -46,7 +46,7 @@ class _Unit:
 
 
 class Watch(TorchDispatchMode):
-    """Records the operations of this thread inside the context; to be entered once."""
+    """Records the operations of this thread inside the context. Enter it only once."""
 
     def __init__(self, engine: Engine, beside: Sequence[Engine] = (), held: Iterable[Tensor] = ()) -> None:
         """engine: before the step, when the optimizer has its state. beside: other engines of this rank. held: their
@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # DTensor's own operations are seen one by one
+            return NotImplemented  # DTensor's inner operations are observed one by one
         out = func(*args, **(kwargs or {}))
         if fills_host():
             return out
@@ -101,7 +101,7 @@ class Watch(TorchDispatchMode):
         super().__exit__(*error)
 
     def peak(self) -> Peak:
-        """The most that was in memory at once."""
+        """The peak of memory."""
         return peak_of(self.lives, self.moments)
 
     def _head(self, runs: bool) -> None:
@@ -166,7 +166,7 @@ class Watch(TorchDispatchMode):
 
 
 def held_by(engine: Engine) -> dict[str, list[Tensor]]:
-    """The tensors that an engine holds on this rank, by class: weights, optimizer state and gradients."""
+    """The tensors of an engine on this rank, by class: weights, optimizer state and gradients."""
     assert engine.optimizer is not None
     parameters = list(engine.module.parameters())
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
