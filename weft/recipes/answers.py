@@ -1,4 +1,4 @@
-"""What is known of the answers of a step of `weft dpo` before its gradient (StepAnswers)."""
+"""The stats about the answers of a step of `weft dpo` that are known before its gradient (StepAnswers)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from weft.recipes.reference_sums import ReferenceSums
 
 
 def require_compared(documents: Sequence[Document], preference: PreferenceConfig) -> Sequence[Document]:
-    """The documents. Raises UserError if the losses compare pairs, and a row is of one answer."""
+    """The documents. Raises UserError if the losses compare pairs, but a row has only one answer."""
     assert isinstance(documents, Documents)
     if preference.is_paired:
         require_pairs(
             documents,
             f"preference.loss={preference.losses[0]} compares the two answers of a pair: set preference.loss=kto, or "
-            "give rows `chosen` and `rejected`.",
+            "write rows with `chosen` and `rejected`.",
         )
     return documents
 
@@ -40,10 +40,11 @@ def read_answers(
     indices: Sequence[int],
     plan: StepPlan,
 ) -> StepAnswers:
-    """Pairs the answers of a step, and reads what the loss needs before its gradient: logprob sums of the reference,
-    and with `engine`, the trained model, those of the whole step, or of pairs that the plan parts. Collective.
+    """Pairs the answers of a step, and computes the logprob sums that the loss needs before its gradient: those of the
+    reference; and those of the trained model `engine`, if it is given, for the complete step or for pairs whose answers
+    the plan puts on several ranks. Collective.
 
-    name: the data set (ReferenceSums.documents), of which the step has the documents `indices`.
+    name: the data set (ReferenceSums.documents). The step has its documents `indices`.
     """
     data, sums = reference.documents[name], reference.of(name, indices)
     assert isinstance(data, Documents)
@@ -73,7 +74,7 @@ def read_answers(
 def mismatched_kl(
     config: DpoConfig, engine: Engine, reference: ReferenceSums, data: Documents, indices: Sequence[int]
 ) -> float:
-    """z of KTO, over the whole step: the mean log ratio of prompts with other prompts' answers, at least 0.
+    """z of KTO, over the complete step: the mean log ratio of prompts with other prompts' answers, at least 0.
     Collective."""
     limit, _ = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     documents = [mismatched(data, index, limit) for index in indices]

@@ -1,4 +1,4 @@
-"""`weft chat`: a conversation with a checkpoint of a run, or any model, through transformers' generate()."""
+"""`weft chat`: a conversation with a checkpoint of a run, or with any model, through transformers' generate()."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from weft.parallel.shards.adapter_files import CONFIG as ADAPTER
 from weft.recipes.chat_images import ChatImage, ChatImages, sees_images
 from weft.terminal import say
 
-_HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help prints this."
+_HELP = "/new starts a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help prints this help."
 _ENDINGS = ("/exit", "/quit", "/bye", "/q")
 _FOR_STREAMS = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
-_HELP_IMAGES = "/image PATH adds an image to your next message, which may have several."
+_HELP_IMAGES = "/image PATH adds an image to your next message; a message may have several images."
 
 
 def run(options: ChatOptions) -> None:
-    """Starts a conversation on a terminal; without one, answers each line of standard input independently."""
+    """Starts a conversation on a terminal. Without a terminal, answers each line of standard input independently."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     chat = open_chat(options)
@@ -53,7 +53,7 @@ def run(options: ChatOptions) -> None:
 
 
 def find_model(path: str, step: int | None) -> str:
-    """The path or hub id for transformers to load: a checkpoint of a run folder (the newest, or that of `step`), else
+    """The path or hub id for transformers to load: a checkpoint of a run folder (the newest, or that of `step`), or
     `path` itself. Raises UserError if there is no such model."""
     folder = Path(path)
     steps = complete_steps(folder / "checkpoints")
@@ -62,15 +62,17 @@ def find_model(path: str, step: int | None) -> str:
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
         raise UserError(f"{path} has no complete checkpoint yet: wait for the first, or lower checkpoint.every.")
     if step is not None:
-        raise UserError(f"--step {step} selects a checkpoint of a run folder, but {path} is no run folder: omit it.")
+        raise UserError(
+            f"--step {step} selects a checkpoint of a run folder, but {path} is not a run folder: remove --step."
+        )
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
-            raise UserError(f"{path} holds no config.json: name a run folder, a model directory, or a hub id.")
+            raise UserError(f"{path} contains no config.json: write a run folder, a model directory, or a hub id.")
         return path
-    # "runs/x" is no hub id if there is a folder "runs".
+    # "runs/x" cannot be a hub id if there is a folder "runs".
     parent_exists = folder.parent != Path() and folder.parent.is_dir()
     if folder.exists() or parent_exists or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise UserError(f"{path} is no folder: name a run folder, a model directory, or a hub id.")
+        raise UserError(f"{path} is not a folder: write a run folder, a model directory, or a hub id.")
     return path
 
 
@@ -88,14 +90,14 @@ def open_chat(options: ChatOptions) -> Chat:
     if adapter.is_file():
         task = str(read_object(adapter, "the config of an adapter").get("task_type"))
     if hf.classifies(config) or "_CLS" in task:
-        raise UserError(f"{path} gives scores, and no text: `weft eval {options.path} DATA` measures its scores.")
+        raise UserError(f"{path} returns scores, not text: `weft eval {options.path} DATA` measures its scores.")
     vision = sees_images(config)
     images = ChatImages.for_model(base, path, tokenizer) if vision else ChatImages(path, None)
     if options.system is not None:
         if tokenizer.chat_template is None:
-            raise UserError(f"--system: the tokenizer of {path} has no chat template, so there is no system message.")
+            raise UserError(f"--system: the tokenizer of {path} has no chat template: remove --system.")
         images.refuse_marks("--system", options.system)
-    # Before the weights are loaded, which takes long: an error of an image is reported at once.
+    # Before the weights are loaded, which takes long, so that an error of an image is reported at once.
     first = tuple(images.take("--image", image_path) for image_path in options.images)
     model = _load(path, base, vision, torch.float32 if device.type == "cpu" else "auto")
     settings = _settings(options)
@@ -105,7 +107,7 @@ def open_chat(options: ChatOptions) -> Chat:
 
 
 def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
-    """Loads the model, with peft if the directory holds an adapter. vision: whether the model takes images."""
+    """Loads the model, with peft if the directory is an adapter. vision: whether the model accepts images."""
     try:
         if not (Path(path) / ADAPTER).is_file():
             kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
@@ -113,7 +115,7 @@ def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
         try:
             peft = import_module("peft")
         except ImportError as error:
-            raise UserError(f"{path} holds an adapter, which needs peft: {how_to_install('peft', 'lora')}.") from error
+            raise UserError(f"{path} is an adapter, which needs peft: {how_to_install('peft', 'lora')}.") from error
         if not vision:
             return peft.AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         model = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, trust_remote_code=False)
@@ -127,7 +129,7 @@ def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
 
 
 def _settings(options: ChatOptions) -> dict[str, Any]:
-    """The arguments of generate(). Without --temperature, the model's generation_config decides about sampling."""
+    """The arguments of generate(). Without --temperature, the model's generation_config determines the sampling."""
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
     if options.temperature == 0:
         return settings | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -138,8 +140,8 @@ def _settings(options: ChatOptions) -> dict[str, Any]:
 
 @dataclass
 class Chat:
-    """A conversation. path: the path that was loaded. settings: arguments of generate. first: the images with which
-    every conversation begins. seen: the images of all messages, in order. waiting: the images of the next message."""
+    """A conversation. path: the loaded path. settings: arguments of generate. first: the images at the start of every
+    conversation. seen: the images of all messages, in order. waiting: the images of the next message."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -158,7 +160,7 @@ class Chat:
         self.shown_images, self.waiting = (), self.first
 
     def show(self, path: str) -> ChatImage:
-        """Adds an image file to the next message, and returns it. Raises UserError."""
+        """Adds an image file to the next message, and returns it. Raises UserError if the model cannot process it."""
         image = self.images.take("/image", path)
         self.waiting = (*self.waiting, image)
         return image
@@ -177,7 +179,7 @@ class Chat:
         return answer
 
     def _inputs(self, text: str, messages: list[Message], images: Sequence[ChatImage]) -> Mapping[str, Any]:
-        """The model's inputs: for the conversation, or for the text alone if there is no chat template."""
+        """The model's inputs: for the conversation, or for the text alone if the model has no chat template."""
         chats = self.tokenizer.chat_template is not None
         prompt = prompt_text(self.tokenizer, messages) if chats else text
         if images:
@@ -200,7 +202,7 @@ class Chat:
                 raise
             refusal = runs_own_code(self.path, error, "weft chat")
             raise refusal or UserError(
-                f"{self.path} generates no answer: {first_line(error)}. Check its generation_config.json."
+                f"{self.path} cannot generate an answer: {first_line(error)}. Check its generation_config.json."
             ) from error
         return str(self.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
@@ -211,12 +213,11 @@ class _Streamer(TextStreamer):
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
-    """The rendering of the conversation up to the beginning of the answer, also for templates without a generation
-    prompt."""
+    """The rendered conversation up to the beginning of the answer, also for templates without a generation prompt."""
     try:
         return up_to_the_answer(renderer(tokenizer, Encoding()), messages)
     except (RenderError, RenderLimitError) as error:
-        raise UserError(f"the chat template of this model cannot be used: {error}.") from error
+        raise UserError(f"the chat template of this model is invalid: {error}.") from error
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[int] | None) -> list[int]:
@@ -232,7 +233,7 @@ def _talk(chat: Chat) -> None:
     """Runs the conversation on a terminal until /exit or the end of input."""
     import readline  # noqa: F401  (lets input() edit lines)
 
-    kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it continues your text"
+    kind = "" if chat.tokenizer.chat_template is not None else "; without a chat template, it continues your text"
     say(f"{chat.path} on {chat.model.device}{kind}\n{_help(chat)}")
     _say_waiting(chat)
     while True:
@@ -262,8 +263,8 @@ def _turn(chat: Chat, text: str) -> None:
         say(_help(chat))
     elif command == "/image":
         say(f"({chat.show(argument)} is added to your next message)")
-    elif re.fullmatch(r"/[a-z?]+", command):  # no path: a path has more slashes, a capital or a dot
-        say(f"{command} is no command and was not sent to the model. {_help(chat)}")
+    elif re.fullmatch(r"/[a-z?]+", command):  # a path would have more slashes, a capital or a dot
+        say(f"{command} is not a command, and weft did not send it to the model. {_help(chat)}")
     elif text:
         chat.say(text)
 

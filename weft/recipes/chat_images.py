@@ -1,4 +1,4 @@
-"""The images of `weft chat`: read from files, and processed by transformers' own processor."""
+"""The images of `weft chat`: read from files, and processed by transformers' processor."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ def sees_images(config: PretrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class ChatImages:
-    """Reads the images of a chat. path: of the model. images: the image reader of the model; None if it takes no
-    images, and then `refusal` gives the reason."""
+    """Reads the images of a chat. path: of the model. images: the image reader of the model; None if it accepts no
+    images, and `refusal` is then the reason."""
 
     path: str
     images: Images | None
-    refusal: str = "is a text-only model: leave the image out, or use a vision model"
+    refusal: str = "is a text-only model: remove the image, or use a vision model"
 
     @classmethod
     def for_model(cls, model: str, path: str, tokenizer: PreTrainedTokenizerBase) -> ChatImages:
         """The ChatImages of a vision model. model: the path of its processor. If only the processor has a chat
-        template, it becomes the tokenizer's."""
+        template, the tokenizer gets it."""
         images = Images(model, tokenizer, {}, ImageChecks(rows=False))
         if images.problem:
-            return cls(path, None, f"has no images: {images.problem.removeprefix('model.path: ').rstrip('.')}")
+            return cls(path, None, f"accepts no images: {images.problem.removeprefix('model.path: ').rstrip('.')}")
         if not tokenizer.chat_template and images.template:
             tokenizer.chat_template = images.template
         if not tokenizer.chat_template:
-            return cls(path, None, "has no chat template, which images need: use its chat variant")
+            return cls(path, None, "has no chat template, which images need: use the chat variant of the model")
         return cls(path, images)
 
     @property
     def on(self) -> bool:
-        """Whether images can be taken."""
+        """Whether the model accepts images."""
         return self.images is not None
 
     def take(self, option: str, path: str) -> ChatImage:
-        """Opens an image file. option: the option or command that named it, for messages. path: may be quoted as in
-        a shell. Raises UserError if the model cannot take it."""
+        """Opens an image file. option: the option or command with the file, for messages. path: may be quoted as in a
+        shell. Raises UserError if the model cannot process it."""
         if self.images is None:
             raise UserError(f"{option}: {self.path} {self.refusal}.")
         image = _file(option, path)
@@ -77,23 +77,23 @@ class ChatImages:
         return ChatImage(os.path.basename(str(image.path)), picture)
 
     def refuse_marks(self, origin: str, text: str) -> None:
-        """Raises UserError if a text contains a token that stands for an image or a video."""
+        """Raises UserError if a text contains a placeholder token for an image or a video."""
         for mark in () if self.images is None else self.images.marks:
             if mark in text:
                 raise UserError(
-                    f"{origin}: contains {mark}, the placeholder of this model for an image or video: remove it, and "
+                    f"{origin}: contains {mark}, this model's placeholder for an image or video: remove it, and "
                     "add images with /image PATH or --image PATH."
                 )
 
     def without_marks(self, text: str) -> str:
-        """An answer without the tokens that stand for images, so that the next prompt can be rendered."""
+        """An answer without placeholder tokens, so that the next prompt can be rendered."""
         for mark in () if self.images is None else self.images.marks:
             text = text.replace(mark, "")
         return text
 
     def inputs(self, prompt: str, images: Sequence[ChatImage], model: Any) -> Mapping[str, Any]:
-        """The model's inputs for a rendered conversation and its images. Raises UserError if the rendering does not
-        have one placeholder for each image."""
+        """The model's inputs for a rendered conversation and its images. Raises UserError if the rendered text does not
+        have one placeholder per image."""
         assert self.images is not None
         places = prompt.count(self.images.placeholder)
         if places != len(images):
@@ -102,7 +102,7 @@ class ChatImages:
                 f"{len(images)} images: use a model whose template renders parts of type image."
             )
         inputs = self.images.processor().prompt_inputs(prompt, [image.picture for image in images])
-        placed: Mapping[str, Any] = inputs.to(model.device, dtype=model.dtype)  # the dtype applies to pixels only
+        placed: Mapping[str, Any] = inputs.to(model.device, dtype=model.dtype)  # the dtype applies only to pixels
         return placed
 
 
@@ -112,9 +112,9 @@ def _file(option: str, path: str) -> Image:
     if separator and scheme.lower() == "file":
         return Image(path=unquote(urlsplit(path).path))
     if separator:
-        raise UserError(f"{option}: {path} is a URL, but only files are supported: download it and name the file.")
+        raise UserError(f"{option}: {path} is a URL, but weft chat opens only files: download it and write its path.")
     if not path.strip():
-        raise UserError(f"{option}: name the file of an image, as in {option} cat.jpg.")
+        raise UserError(f"{option}: write the path of an image, as in {option} cat.jpg.")
     return Image(path=os.path.abspath(os.path.expanduser(_unquoted(path.strip()))))
 
 

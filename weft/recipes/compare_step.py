@@ -1,7 +1,7 @@
-"""`weft compare-step`: another trainer's loss and gradient norm of one batch, compared with weft's.
+"""`weft compare-step`: compares another trainer's loss and gradient norm of a batch with weft's.
 
-Where they differ, the batch is computed again with one convention changed at a time, and the report names those that
-give the other trainer's numbers.
+If they differ, weft computes the batch again with one convention changed at a time. The report lists the conventions
+that reproduce the other trainer's numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TEMPERATURES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
 
 @dataclass(frozen=True)
 class Convention:
-    """One way to compute the batch. name: what to set, or what the other trainer did."""
+    """One way to compute the batch. name: the key to set, or the other trainer's convention."""
 
     name: str
     config: RlConfig
@@ -45,8 +45,8 @@ class Convention:
 
 @dataclass(frozen=True)
 class Computed:
-    """weft's numbers. scale: the loss with |advantage| as the loss of each token, which tells how large a difference
-    of losses is: losses of compared samples cancel to about 0."""
+    """weft's numbers. scale: the loss with |advantage| as the loss of each token. It is the scale for differences of
+    losses, because losses of compared samples cancel to about 0."""
 
     loss: float
     grad_norm: float
@@ -54,8 +54,8 @@ class Computed:
 
 
 def run(config: RlConfig, options: CompareStepOptions) -> bool:
-    """Print the comparison. Returns whether weft, as configured, has the same numbers. Raises UserError if the file or
-    the config does not allow it."""
+    """Print the comparison. Returns whether weft, as configured, computes the same numbers. Raises UserError if the
+    file or the config does not allow the comparison."""
     dump = read_step_dump(Path(options.dump))
     config = comparable_config(config, dump, options.dump)
     compute_in_fp32()
@@ -83,16 +83,16 @@ def run(config: RlConfig, options: CompareStepOptions) -> bool:
                 fitting.append(f"fits     {convention.name}: {_differences(computed, dump)}")
     _conclude(configured, dump, options.tolerance, agrees, fitting)
     if equal:
-        say(f"no effect on this batch, so it cannot tell: {'; '.join(equal)}")
+        say(f"not compared: these conventions do not change this batch: {'; '.join(equal)}")
     return agrees
 
 
 def comparable_config(config: RlConfig, dump: StepDump, name: str) -> RlConfig:
-    """The config in one process and in fp32, without what the file has no arrays for. Raises UserError if the loss
-    needs something that the file does not have."""
+    """The config in one process and in fp32, without features for which the file has no arrays. Raises UserError if the
+    loss needs something that the file does not have."""
     first = dump.samples[0]
     if config.rl.teacher_in_loss:
-        raise UserError("weft compare-step computes no teacher: remove rl.teacher.")
+        raise UserError("weft compare-step does not compute a teacher: remove rl.teacher.")
     if config.rl.kl_coef > 0 and config.rl.kl_in == "loss" and first.ref_logprobs is None:
         raise UserError(
             f"{name}: has no ref_log_prob, which rl.kl_coef={config.rl.kl_coef:g} needs: add it, or set rl.kl_coef=0."
@@ -121,7 +121,7 @@ def comparable_config(config: RlConfig, dump: StepDump, name: str) -> RlConfig:
 
 
 def compute(engine: Engine, convention: Convention) -> Computed | None:
-    """The loss and the gradient norm of the batch; None if a convention leaves no token to train."""
+    """The loss and the gradient norm of the batch; None if a convention leaves no token to train on."""
     documents = TrainedSamples(convention.samples, convention.config)
     if not documents:
         return None
@@ -186,7 +186,7 @@ def conventions(config: RlConfig, dump: StepDump) -> Iterator[Convention]:
     if first.correction is not None:
         yield with_rl(correction="none")
     if first.old_logprobs is not None and first.correction is None:
-        name = "old_log_probs of the current weights (the first update after a rollout)"
+        name = "old_log_probs of the current weights (as in the first update after a rollout)"
         yield with_samples(name, lambda sample: {"old_logprobs": None})
     values = np.concatenate([_advantages(sample)[sample.sampled] for sample in dump.samples])
     deviation = float(values.std(ddof=1)) if len(values) > 1 else 0.0
@@ -216,15 +216,15 @@ def _rescaled(sample: Sample, centre: float, deviation: float) -> dict[str, Any]
 
 
 def _moved(sample: Sample, tokens: int, names: Sequence[str]) -> dict[str, Any]:
-    """The mask and these arrays, so many tokens later."""
+    """The mask and these arrays, moved to later positions by this number of tokens."""
     mask = shifted(sample.sampled, tokens)
-    mask[0] = False  # nothing predicts the first token
+    mask[0] = False  # no position predicts the first token
     arrays = {name: getattr(sample, name) for name in names}
     return {"sampled": mask} | {name: shifted(v, tokens) for name, v in arrays.items() if v is not None}
 
 
 def _written(value: Any) -> str:
-    """A value as a config has it."""
+    """A value as it is written in a config."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else str(value)
@@ -239,7 +239,7 @@ def _check_ids(dump: StepDump, config: RlConfig, name: str) -> None:
         if sample.tokens.min() < 0 or sample.tokens.max() >= vocabulary:
             raise UserError(
                 f"{name}: row {index}: input_ids has {sample.tokens.min()} to {sample.tokens.max()}, but the model "
-                f"has {vocabulary} tokens: model.path must be the model that was trained."
+                f"has {vocabulary} tokens: set model.path to the trained model."
             )
 
 
@@ -253,7 +253,7 @@ def _notes(config: RlConfig, dump: StepDump) -> list[str]:
     first = dump.samples[0]
     notes = []
     if first.old_logprobs is None:
-        notes.append("note     no old_log_probs: those of the given weights are used")
+        notes.append("note     no old_log_probs in the file: weft computes them with the given weights")
     if first.correction is None:
         notes.append("note     no correction in the file: rl.correction is not compared")
     if first.ref_logprobs is not None and not config.rl.kl_coef:
@@ -262,7 +262,7 @@ def _notes(config: RlConfig, dump: StepDump) -> list[str]:
 
 
 def _logprobs_line(engine: Engine, dump: StepDump) -> str:
-    """How far the file's old logprobs are from those of the given weights."""
+    """The differences between the file's old logprobs and the logprobs of the given weights."""
     if dump.samples[0].old_logprobs is None:
         return "logprobs not in the file"
     plan, local = engine.plan_step(ReadSamples(dump.samples, routed=False))
@@ -282,7 +282,7 @@ def _logprobs_line(engine: Engine, dump: StepDump) -> str:
 def _numbers(computed: Computed, dump: StepDump) -> list[str]:
     rows = (("loss", computed.loss, dump.loss), ("gradient norm", computed.grad_norm, dump.grad_norm))
     return [
-        f"{name:<14} weft {ours:.8g}, the file {'has none' if theirs is None else f'{theirs:.8g}'}"
+        f"{name:<14} weft {ours:.8g}, the file {'none' if theirs is None else f'{theirs:.8g}'}"
         for name, ours, theirs in rows
     ]
 
@@ -305,13 +305,13 @@ def _conclude(configured: Computed, dump: StepDump, tolerance: float, agrees: bo
         say(line)
     factor = None if fitting else _common_factor(configured, dump, tolerance)
     if factor is not None:
-        say(f"fits     loss and gradient are {factor:.6g} times weft's, as where a trainer scales the loss of a part")
+        say(f"fits     loss and gradient are {factor:.6g} times weft's, as if the trainer scaled its loss")
     elif not fitting:
-        say("No single convention that weft knows explains it (docs/how-to/compare-step.md).")
+        say("No single convention that weft tries explains the difference (docs/how-to/compare-step.md).")
 
 
 def _common_factor(configured: Computed, dump: StepDump, tolerance: float) -> float | None:
-    """By what the file's numbers are weft's, if it is one factor for both."""
+    """The factor between weft's numbers and the file's, if it is the same for loss and gradient norm."""
     if dump.loss is None or dump.grad_norm is None or configured.grad_norm == 0:
         return None
     factor = dump.grad_norm / configured.grad_norm

@@ -1,4 +1,4 @@
-"""Distillation: `weft distill`. The loop is that of training.py; before each step teachers read its documents."""
+"""Distillation: `weft distill`. The loop is in training.py. Before each step, teachers compute its documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.recipes.training import run as train
 
 
 class Distillation(Recipe[DistillConfig]):
-    """A student and its teachers. Documents get arrays of what teachers read, and some of them the student's answer."""
+    """A student and its teachers. Teachers add arrays to documents; some documents get an answer of the student."""
 
     objective: DistillationLoss
     readings: Teachers

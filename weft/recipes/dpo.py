@@ -1,4 +1,4 @@
-"""Preference tuning: `weft dpo`, by DPO and other losses of pairs, or by KTO of answers one by one."""
+"""Preference tuning: `weft dpo`, with DPO and other losses of pairs, or with KTO, a loss of single answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.recipes.training import run as train
 
 
 class Dpo(Recipe[DpoConfig]):
-    """Documents are the answers of preferences. A step counts pairs, or answers one by one."""
+    """Documents are the answers of preferences. A step counts pairs or single answers."""
 
     objective: PreferenceLoss
     readings: ReferenceSums
@@ -32,7 +32,9 @@ class Dpo(Recipe[DpoConfig]):
     def __init__(self, config: DpoConfig, hooks: Hooks = NO_HOOKS) -> None:
         super().__init__(config, hooks)
         if hooks.objective is not None:
-            raise UserError("objective: a loss of preferences is a function of pairs, preference={'loss': ...}.")
+            raise UserError(
+                "objective: preference losses are functions of pairs: set preference={'loss': ...} instead."
+            )
         check_reference(config)
         self.objective = PreferenceLoss(config.preference)
         if frozen_ranks(config):
@@ -65,7 +67,7 @@ class Dpo(Recipe[DpoConfig]):
         return local
 
     def _begin(self, name: str, indices: Sequence[int], plan: StepPlan) -> None:
-        """Tells the objective of the next step: which answers are compared, and what was read before."""
+        """Passes the next step to the loss: the compared answers, and the numbers that were computed before."""
         self.objective.begin(read_answers(self.config, self.engine, self.readings, name, indices, plan))
 
 

@@ -33,13 +33,13 @@ from weft.recipes.sampling import EvalPrompts, Sampler
 
 PREFIX = "eval/"
 _UNNAMED = ""
-_ROWS = 16  # rows of a rank in one plan: the cost of planning is superlinear, and a plan's documents stay in memory
+_ROWS = 16  # rows per rank in one plan: the cost of planning is superlinear, and a plan's documents stay in memory
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """The evaluation data of a run. documents, reports: by source name of eval.sources, or under "" for eval.path and
-    eval.share. questions: of eval.prompts. leaks: lines about documents that are trained on, too."""
+    eval.share. questions: of eval.prompts. leaks: lines about documents that are also trained on."""
 
     documents: Mapping[str, Sequence[Document]] = field(default_factory=dict)
     reports: Mapping[str, DataReport] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class HeldOut:
 
     @property
     def bad(self) -> list[tuple[str, str]]:
-        """(source, error) of the rows that were left out, from all reports."""
+        """(source, error) of the omitted rows, from all reports."""
         return [row for report in self.reports.values() for row in report.bad]
 
     def lines(self) -> list[str]:
@@ -81,8 +81,8 @@ def read_held_out(
 ) -> HeldOut:
     """Reads the documents and prompts of the section `eval`. Raises UserError.
 
-    read: reads the documents of a data section. images: the image reader of a vision model. ends: end sampled
-    answers. of_training: the documents that eval.share held out.
+    read: reads the documents of a data section. images: the image reader of a vision model. ends: tokens that end
+    sampled answers. of_training: the documents that eval.share held out.
     """
     held_out = {} if of_training is None else {_UNNAMED: of_training}
     if config.eval.path is not None:
@@ -108,8 +108,8 @@ class BestEvaluation:
     """The lowest value of eval.metric so far.
 
     digest: of the evaluation data. value, step: of the best evaluation; step is 0 if there is none. mark: the value
-    that patience compares with; it is replaced by a value lower by more than min_delta, so that small improvements add
-    up. waited: evaluations since the mark was set. exact: eval/exact of the last evaluation.
+    that patience compares with. A value lower by more than min_delta replaces it, so small improvements add up. waited:
+    evaluations since the mark was set. exact: eval/exact of the last evaluation.
     """
 
     config: EvalConfig
@@ -121,8 +121,8 @@ class BestEvaluation:
     exact: float = 0.0
 
     def update(self, step: int, figures: Mapping[str, float | None]) -> bool:
-        """Records the evaluation of a step. Returns whether it is the best so far. A non-finite value is no
-        improvement. Step 0 is a baseline for later steps but never the best, because nothing is saved there."""
+        """Records the evaluation of a step. Returns whether it is the best so far. A non-finite value is never an
+        improvement. Step 0 is a baseline for later steps but never the best, because weft does not save it."""
         self.exact = figures.get("eval/exact") or 0.0
         value = figures.get(self.config.metric)
         if value is None or not math.isfinite(value):
@@ -139,14 +139,14 @@ class BestEvaluation:
 
     @property
     def ends(self) -> str | None:
-        """The key that ends the run: eval.target if it is reached, eval.patience if it is exhausted; else None."""
+        """The key that ends the run: eval.target if it is reached, eval.patience if it is exhausted; otherwise None."""
         if self.config.target is not None and self.exact >= self.config.target:
             return "eval.target"
         exhausted = self.config.patience is not None and self.waited >= self.config.patience
         return "eval.patience" if exhausted else None
 
     def state(self, saved: bool) -> dict[str, Any]:
-        """The state for a checkpoint, as `restore` takes it. saved: whether the best checkpoint is saved."""
+        """The state for a checkpoint; `restore` reads it. saved: whether the best checkpoint is saved."""
         return {
             "kept": saved,
             "metric": self.config.metric,
@@ -159,12 +159,11 @@ class BestEvaluation:
         }
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Restores a checkpoint's state, unless its documents or its metric are different ones. Returns messages for
-        the user."""
+        """Restores a checkpoint's state, unless its documents or its metric differ. Returns messages for the user."""
         if not state:
             return []
         if (state["metric"], state["of"]) != (self.config.metric, self.digest):
-            return ["eval     other held-out documents, or another eval.metric, than before: its best is forgotten"]
+            return ["eval     the held-out documents or eval.metric have changed, so the earlier best is discarded"]
         self.value, self.step, self.mark, self.waited = (state[name] for name in ("value", "step", "mark", "waited"))
         self.exact = state["exact"]
         return []
@@ -172,7 +171,7 @@ class BestEvaluation:
 
 @dataclass(frozen=True)
 class _HeldOutPart:
-    """Documents `indices` of one source: their plan, and the documents that this rank needs, by index in the plan."""
+    """The documents `indices` of one source, their plan, and the local documents, by index in the plan."""
 
     name: str
     indices: range
@@ -180,14 +179,14 @@ class _HeldOutPart:
     documents: Mapping[int, Document]
 
 
-# (name of a source, indices of some of its documents, their plan, this rank's documents by place in the plan) ->
-# these documents, after whatever has to be read before the evaluation.
+# (name of a source, indices of some of its documents, their plan, this rank's documents by index in the plan) ->
+# these documents, with the outputs of frozen models that the evaluation needs.
 BeforeEvaluation = Callable[[str, Sequence[int], StepPlan, Mapping[int, Document]], Mapping[int, Document]]
 
 
 def ended_by(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> str | None:
     """The eval key that ended the run, and would still end it with this config; None if there is none. state: of the
-    checkpoint, as in Evaluator.state."""
+    checkpoint, from Evaluator.state."""
     best = BestEvaluation(config.eval, held_out.digest)
     best.restore(state)
     return best.ends
@@ -207,7 +206,7 @@ class Evaluator:
         objective: Loss,
         before: BeforeEvaluation | None = None,
     ) -> None:
-        """state: of the checkpoint from which the run resumes. objective: the training objective of the run. before:
+        """state: of the checkpoint from which the run resumes. objective: the training loss of the run. before:
         called with documents before they are measured."""
         self._before = before
         self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
@@ -271,7 +270,7 @@ class Evaluator:
         return figures
 
     def _means(self) -> dict[str, float | None]:
-        """The means of the objective's metrics over all documents, and by source name; each document counts once."""
+        """The means of the loss's metrics over all documents, and by source name. Each document counts once."""
         if self._parts is None:
             self._parts = list(_plan_documents(self.engine, self.held_out.documents))
         total = MetricSums()
@@ -305,7 +304,7 @@ class Evaluator:
             texts.append(", ".join(by_source))
         value = figures.get(self.config.metric)
         if value is None or not math.isfinite(value):
-            texts.append(f"{self.config.metric} is not finite, which is no improvement")
+            texts.append(f"{self.config.metric} is not finite, so it is not an improvement")
         elif self.is_best and not self.best.waited and (self.keep_best or self.config.patience is not None):
             texts.append("the best so far")
         if self.config.patience is not None and self.best.waited:
@@ -314,7 +313,7 @@ class Evaluator:
 
 
 def _plan_documents(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_HeldOutPart]:
-    """Yields all documents in plans of bounded size. Ranks for which there are no documents get empty rows."""
+    """Yields all documents in plans of bounded size. Ranks without documents get empty rows."""
     max_tokens = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
     for name, documents in named.items():
         metas = engine.planner.metadata(documents)
@@ -327,8 +326,8 @@ def _plan_documents(engine: Engine, named: Mapping[str, Sequence[Document]]) -> 
 
 
 def split_by_tokens(metas: Sequence[DocumentMeta], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yields [first, last) of consecutive documents with at most `max_tokens` tokens in sum; a longer one, or a longer
-    group, is alone."""
+    """Yields [first, last) of consecutive documents with at most `max_tokens` tokens in total. A longer document or
+    group is alone."""
     first, tokens = 0, 0
     for i, meta in enumerate(metas):
         in_group = i > first and meta.group is not None and meta.group == metas[i - 1].group

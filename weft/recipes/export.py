@@ -1,6 +1,6 @@
-"""`weft export`: a HuggingFace directory from a checkpoint's masters, or their average, in one process.
+"""`weft export`: writes a HuggingFace directory from a checkpoint's master weights, or their average, in one process.
 
-It goes tensor by tensor, so that memory holds the largest tensor, never the whole model.
+It processes one tensor at a time, so memory must hold only the largest tensor, never the whole model.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from weft.parallel.shards.safetensors_files import TensorFile
 
 @dataclass
 class TensorShapes:
-    """The part of an engine that plan_export uses."""
+    """The shapes of an engine, for plan_export."""
 
     built: BuiltModel
 
 
 def run(options: ExportOptions) -> Path:
-    """Writes the directory and returns its path. For a run with adapters it holds the adapter; `weft merge` writes the
-    model. Raises UserError if the checkpoint has no complete trainer state with masters."""
+    """Writes the directory and returns its path. For a run with adapters it contains the adapter; `weft merge` writes
+    the model. Raises UserError if the checkpoint has no complete trainer state with master weights."""
     imported = [*imports_of_run(options.path), *options.imports]
     hf.import_architectures(imported, options.model or options.path, "--import")
     if options.model is not None:
@@ -58,16 +58,18 @@ def run(options: ExportOptions) -> Path:
         state = read_state(checkpoint)
         check_contents(state, 0, 1)
     except DamagedError as error:
-        raise UserError(f"{checkpoint} holds no masters to export: {error}.") from error
+        raise UserError(f"{checkpoint} contains no master weights to export: {error}.") from error
     if options.ema and not any(name.startswith(EMA) for name in state.content["tensors"]):
-        raise UserError(f"--ema: {checkpoint} holds no average of the weights: its run had no optimizer.ema_decay.")
+        raise UserError(
+            f"--ema: {checkpoint} has no average of the weights, because its run had no optimizer.ema_decay."
+        )
     name = f"{checkpoint.name}-{'ema-' * options.ema}{'dcp-' * (options.format == 'dcp')}{options.weights_dtype}"
     target = Path(options.output) if options.output else checkpoint.with_name(name)
     write = partial(_write, state, options)
     if (checkpoint / CONFIG).is_file():
         if options.format == "dcp":
             quoted = shlex.quote(str(checkpoint))
-            raise UserError(f"--format dcp: {checkpoint} holds an adapter: weft merge {quoted} writes the model.")
+            raise UserError(f"--format dcp: {checkpoint} is an adapter: weft merge {quoted} writes the model.")
         write = partial(_write_adapter, state, options)
     write_folder(target, write)
     return target
@@ -91,29 +93,29 @@ def _convert(options: ExportOptions, model: str) -> Path:
 
 
 def check(path: Path) -> str:
-    """Verifies a checkpoint's weights, and its trainer state if there is one, against their digests. Returns a message
-    for the user. Raises UserError if they differ, or if there are no digests."""
+    """Compares a checkpoint's weights, and its trainer state if there is one, with their digests. Returns a message for
+    the user. Raises UserError if they differ, or if there are no digests."""
     checkpoint = find_checkpoint(path)
     folders = [folder.parent for folder in (checkpoint / DIGESTS, *sorted(checkpoint.glob(f"*/{DIGESTS}")))]
     if not os.path.lexists(checkpoint / DIGESTS):
         raise UserError(
-            f"--check: {checkpoint} holds no {DIGESTS} to compare with. It is written with checkpoint.verify=digest, "
-            "and by weft export and weft merge."
+            f"--check: {checkpoint} contains no {DIGESTS} to compare with. checkpoint.verify=digest, weft export and "
+            "weft merge write this file."
         )
     compared = sum(check_digests(folder) for folder in folders)
     if not (checkpoint / TRAINER_STATE).is_dir():
-        return f"{checkpoint}: {compared:,} bytes of weights are as written"
+        return f"{checkpoint}: {compared:,} bytes of weights equal their digests"
     try:
         read_verified(checkpoint, 0, 1, {}, weights=False)
     except DamagedError as error:
         raise UserError(f"{checkpoint} is damaged: {error}.") from error
-    return f"{checkpoint}: {compared:,} bytes of weights and the trainer state are as written"
+    return f"{checkpoint}: {compared:,} bytes of weights and the trainer state equal their digests"
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Calls `write` to fill a temporary folder, then renames it to `target`. Raises UserError if `target` exists."""
     if target.exists():
-        raise UserError(f"--output: {target} exists already: name another folder.")
+        raise UserError(f"--output: {target} already exists: write another path.")
     unfinished = target.with_name(target.name + ".partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     write(unfinished)
@@ -122,7 +124,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint at a path: the newest of a run folder, or the path itself if it is a model or adapter. Raises
-    UserError for anything else."""
+    UserError for any other path."""
     steps = complete_steps(path / "checkpoints")
     if steps:
         return step_folder(path / "checkpoints", steps[-1])
@@ -133,7 +135,7 @@ def find_checkpoint(path: Path) -> Path:
             f"{path} is another trainer's checkpoint: set --model to the HuggingFace model with its config and "
             "tokenizer, a folder or a hub id."
         )
-    raise UserError(f"{path}: is neither a run folder with checkpoints nor a checkpoint, RUN/checkpoints/step-N.")
+    raise UserError(f"{path}: neither a run folder with checkpoints nor a checkpoint: write RUN/checkpoints/step-N.")
 
 
 def _built(config: ModelConfig) -> BuiltModel:
@@ -142,8 +144,8 @@ def _built(config: ModelConfig) -> BuiltModel:
 
 
 def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
-    """Writes a model without adapters. Names, file layout and tokenizer come from the checkpoint's HuggingFace files;
-    the dtypes, too, if options.dtype is auto."""
+    """Writes a model without adapters. Names, file layout and tokenizer come from the checkpoint's HuggingFace files.
+    If options.dtype is auto, the dtypes do, too."""
     built, average = _built(ModelConfig(path=str(state.checkpoint))), options.ema
     plan = plan_export(TensorShapes(built), DTYPES[options.weights_dtype])
     stored, owners = names_to_export(state.content["tensors"], average=average), tied_names(built.module)

@@ -1,4 +1,4 @@
-"""The engine configs of the models that `weft dpo` and `weft distill` only read: the reference, and teachers."""
+"""The engine configs of frozen models in `weft dpo` and `weft distill`: the reference, and teachers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.engine.frozen import FrozenAtPath, frozen_config
 
 
 def preference_reference(config: DpoConfig, trained: EngineConfig) -> EngineConfig | None:
-    """The engine config of the reference of preferences. None without one, or if the trained model without its adapters
-    is the reference. trained: of the trained model."""
+    """The engine config of the reference of preferences. None without a reference, or if the reference is the trained
+    model without its adapters. trained: of the trained model."""
     if not own_reference(config):
         return None
     frozen = frozen_config(trained, config.reference)
@@ -21,15 +21,15 @@ def preference_reference(config: DpoConfig, trained: EngineConfig) -> EngineConf
 
 
 def closes_reference(config: DpoConfig) -> bool:
-    """Whether the reference is closed before the first step, because the cache on disk has all that is read of it."""
+    """Whether the reference is closed before the first step, because the cache on disk contains all its results."""
     return config.preference.cache == "disk" and "kto" not in config.preference.losses
 
 
 def teacher_paths(config: DistillConfig) -> list[str]:
-    """The models that are opened beside the student, in order."""
+    """The models that weft opens in addition to the student, in order."""
     return [teacher for teacher in config.distill.named if is_opened(teacher)]
 
 
 def teacher_beside(config: DistillConfig, path: str, student: EngineConfig) -> EngineConfig:
-    """The engine config of a teacher. student: that of the trained model."""
+    """The engine config of a teacher. student: the engine config of the trained model."""
     return frozen_config(student, FrozenAtPath.from_config(path, config.teacher))

@@ -1,10 +1,10 @@
-"""Frozen models on ranks of their own (reference.ranks, teacher.ranks): both sides of the exchange.
+"""Frozen models on separate ranks (reference.ranks, teacher.ranks): both sides of the exchange.
 
-The trained model and the frozen ones have a process group each (launch/process.py:join), so that no collective of one
-side waits for the other. The first rank of each side talks through the store that the run's ranks met at. Both sides
-read the same data, so a request is the places of documents in a data set, and its answer some bytes, such as a logprob
-sum for each. Requests are answered in the order in which they were made; that for a step is made while the step before
-is trained. What is too large for the store goes from rank to rank (remote_teachers.py).
+The trained model and the frozen models have separate process groups (launch/process.py:join), so that no collective of
+one side waits for the other. The first rank of each side communicates through the store at which the run's ranks met.
+Both sides read the same data, so a request contains the indices of documents in a data set, and the answer some bytes,
+such as a logprob sum for each document. Requests are answered in order. The request for a step is sent while the
+previous step is trained. Data too large for the store is sent from rank to rank (remote_teachers.py).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from weft.launch.process import Ranks
 from weft.launch.stopping import StopSignals
 from weft.recipes.run_data import RunData
 
-# (Number of a request, the request) -> its answer, of which the first rank's counts. Collective on the frozen side.
+# (Number of a request, the request) -> its answer; the first rank's answer is sent. Collective on the frozen side.
 Answer = Callable[[int, Mapping[str, Any]], bytes]
 
 _POLL_SECONDS = 0.002
 _EARLY_SECONDS = 5.0
-_IDLE_SECONDS = 1.0  # after which a waiting frozen side tells its ranks, and its watchdog, that it waits
+_IDLE_SECONDS = 1.0  # after which an idle frozen side marks its ranks and its watchdog as idle
 
 
 class FrozenSide:
-    """The frozen models, as the trained model's ranks reach them; a context around all that these do. name: of the
-    models, for messages, such as `reference`. ranks: those of the trained model.
+    """The frozen models, seen from the trained model's ranks. It is a context around all work of these ranks. name: of
+    the models, for messages, such as `reference`. ranks: the trained model's ranks.
 
-    After it they wait until the frozen side knows that the run has ended: a few seconds at most where a signal ended
-    it, which the launcher also sends when a rank has died.
+    At its end the ranks wait until the frozen side knows that the run has ended. If a signal ended the run, they wait
+    for at most a few seconds; the launcher also sends a signal when a rank has died.
     """
 
     def __init__(self, name: str, ranks: Ranks) -> None:
         assert ranks.store is not None
         self.name, self.ranks, self.store = name, ranks, ranks.store
         self._number, self._lock = 0, threading.Lock()
-        self._requests: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # numbers of requests, the first ones first
+        self._requests: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # numbers of requests, the oldest first
 
     def __enter__(self) -> None:
         pass
@@ -60,32 +60,32 @@ class FrozenSide:
             _wait(self.store, "exchange/ended", _EARLY_SECONDS if is_stopped else None)
 
     def wait_until_ready(self, data: Mapping[str, Any]) -> list[str]:
-        """What the frozen side says at its start, once its models are loaded. data: digests of the data as this side
-        read them. Raises RuntimeError, on every rank, if the frozen side read others. Collective."""
+        """The frozen side's first lines, which it sends once its models are loaded. data: digests of the data that this
+        side read. Raises RuntimeError, on every rank, if the frozen side read other data. Collective."""
         flight.enter("load")
         message = json.loads(self._from_first(lambda: _wait(self.store, "exchange/ready")))
         if message["data"] != data:
             raise RuntimeError(
                 f"the {self.name}'s ranks read other data ({message['data']}) than the trained model's ({dict(data)}): "
-                "give all machines the same files."
+                "all machines need the same files."
             )
         return [str(line) for line in message["lines"]]
 
     def ask(self, name: str, indices: Sequence[int], **keys: Any) -> None:
-        """Asks for what the models read of these documents of a data set, ahead of `answer`. keys: further ones of the
-        request. Any thread may call it."""
+        """Sends a request for the frozen models' results on these documents of a data set, ahead of `answer`. keys:
+        further entries of the request. Any thread may call it."""
         if self.ranks.is_first and indices:
             with self._lock:
                 number = self._post({"name": name, "indices": list(indices), **keys})
                 self._requests.setdefault((name, tuple(indices)), []).append(number)
 
     def is_asked(self, name: str, index: int) -> bool:
-        """Whether a request that is not answered yet has this document."""
+        """Whether an unanswered request contains this document."""
         with self._lock:
             return any(data_set == name and index in indices for data_set, indices in self._requests)
 
     def answer(self, name: str, indices: Sequence[int], **keys: Any) -> bytes:
-        """The answer to a request, which is made now if it was not. Collective."""
+        """The answer to a request. If the request was not sent yet, it is sent now. Collective."""
 
         def read() -> bytes:
             key = name, tuple(indices)
@@ -99,7 +99,7 @@ class FrozenSide:
             self.store.delete_key(f"exchange/{number}/answer")
             return value
 
-        with flight.computing(f"the {self.name} on ranks of its own"):
+        with flight.computing(f"the {self.name} on separate ranks"):
             return self._from_first(read)
 
     def _post(self, request: Mapping[str, Any]) -> int:
@@ -108,14 +108,14 @@ class FrozenSide:
         return number
 
     def _from_first(self, read: Callable[[], bytes]) -> bytes:
-        """What the first rank reads, on every rank of the trained model. Collective."""
+        """The bytes that the first rank reads, on every rank of the trained model. Collective."""
         shared: list[bytes] = [read() if self.ranks.is_first else b""]
         dist.broadcast_object_list(shared, src=0, group=self.ranks.group)
         return shared[0]
 
 
 class ModelRanks(ABC):
-    """The ranks of reference.ranks or teacher.ranks, as the loop has them (recipe.py:SeparateRanks)."""
+    """The ranks of reference.ranks or teacher.ranks, in the form that the loop uses (recipe.py:SeparateRanks)."""
 
     side: FrozenSide
 
@@ -139,9 +139,9 @@ class ModelRanks(ABC):
 
     @abstractmethod
     def open_frozen(self, ranks: Ranks, data: RunData | None, *, weights: bool = True) -> tuple[Answer, list[str]]:
-        """(What answers the requests of the trained model's ranks, lines for the opening). data: None if they were not
-        read. weights: False in a dry run. Raises UserError for what the run would refuse. Collective on these
-        ranks."""
+        """(The function that answers requests of the trained model's ranks, lines for the opening). data: None if they
+        were not read. weights: False in a dry run. Raises UserError for a config that the run would refuse. Collective
+        on these ranks."""
 
 
 def serve(answer: Answer, ranks: Ranks, data: Mapping[str, Any], lines: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ def serve(answer: Answer, ranks: Ranks, data: Mapping[str, Any], lines: Sequence
     if ranks.is_first:
         store.set("exchange/ready", json.dumps({"data": dict(data), "lines": list(lines)}))
     number = 0
-    with StopSignals() as signals:  # the trained model's ranks decide when the run ends
+    with StopSignals() as signals:  # the trained model's ranks determine when the run ends
         while True:
             flight.enter("waiting")
             shared: list[Any] = [None]
@@ -180,8 +180,8 @@ def serve(answer: Answer, ranks: Ranks, data: Mapping[str, Any], lines: Sequence
 
 
 def _wait(store: dist.Store, key: str, seconds: float | None = None) -> bytes:
-    """The value of a key, once it is there. seconds: after which it is b"" instead; None: a watchdog ends a wait that
-    takes too long (train.timeout)."""
+    """The value of a key, as soon as it exists. seconds: time after which the result is b""; None: a watchdog ends a
+    wait that takes too long (train.timeout)."""
     end = None if seconds is None else time.monotonic() + seconds
     while not store.check([key]):
         if end is not None and time.monotonic() > end:

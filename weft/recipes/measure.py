@@ -48,7 +48,8 @@ _SHARES = ("accuracy", "exact", "clipped_ratio")
 
 
 def run(config: SftConfig | RlConfig, options: MeasureOptions) -> None:
-    """Measures and prints the metrics. For SftConfig the entry point of each rank, else of the controller."""
+    """Measures and prints the metrics. For SftConfig it is the entry point of each rank, otherwise of the
+    controller."""
     measured = _rewards(config, options) if isinstance(config, RlConfig) else _losses(config, options)
     if measured is None:
         return
@@ -58,7 +59,7 @@ def run(config: SftConfig | RlConfig, options: MeasureOptions) -> None:
         try:
             Path(options.output).expanduser().write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"--output {options.output}: cannot be written: {error.strerror}.") from error
+            raise UserError(f"--output: {options.output} cannot be written: {error.strerror}.") from error
     if options.json:
         say(json.dumps(content))
         return
@@ -74,7 +75,7 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
     if config.data.sources is not None:
         raise UserError(
             "weft eval measures one set of documents: run it once for each path of data.sources. Evaluations during "
-            "training measure each of eval.sources."
+            "training measure each entry of eval.sources."
         )
     config = dated(config)
     recipe: Recipe[Any] = Recipe(config)
@@ -131,7 +132,7 @@ def _untimed(config: RlConfig) -> float:
 
 
 async def _answer(run: RlRun) -> EvaluationResult:
-    """One evaluation with the weights as they are."""
+    """One evaluation with the current weights."""
     async with AsyncExitStack() as opened:
         switch, _, evaluator = await reinforcement.prepare(run, opened)
         await switch.to_rollouts(0)
@@ -141,7 +142,7 @@ async def _answer(run: RlRun) -> EvaluationResult:
 
 
 def _show(measured: Mapping[str, Any]) -> None:
-    """Prints the figures as a table."""
+    """Prints the metrics as a table."""
     table = new_table("", "figure", ">value")
     first = ("documents", "prompts", "tokens", "bad_rows", f"{PREFIX}loss", f"{PREFIX}perplexity")
     for name in [*(name for name in first if name in measured), *(name for name in measured if name not in first)]:

@@ -1,8 +1,8 @@
 """`weft merge`: a HuggingFace model from a base and an adapter, in one process, tensor by tensor.
 
-W + s B A (LoRA, arXiv:2106.09685) is computed in fp32 and rounded once, to the dtype of the base's files or --dtype. If
-the run had stored W in fewer bits (lora.base), the merged model differs from the trained one by that rounding, which is
-measured; --base-format adds the adapter to the rounded W instead.
+W + s B A (LoRA, arXiv:2106.09685) is computed in fp32 and rounded once, to the dtype of the base's files or to --dtype.
+If the run stored W in fewer bits (lora.base), the merged model differs from the trained one by the rounding of W, which
+weft measures. With --base-format, the adapter is added to the rounded W instead.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ def run(options: MergeOptions) -> Path:
     hf.import_architectures([*imports_of_run(options.path), *options.imports], options.path, "--import")
     adapter = find_checkpoint(Path(options.path))
     if not (adapter / CONFIG).is_file():
-        raise UserError(f"{adapter} holds no {CONFIG}: it is a whole model, with nothing to merge.")
+        raise UserError(f"{adapter} contains no {CONFIG}, so it is a complete model and needs no merge.")
     config = read_config(adapter)
     base, revision = options.base or config.get("base_model_name_or_path"), config.get("revision")
     if options.base is None and revision not in (None, "main") and not Path(str(base)).is_dir():
         raise UserError(
-            f"{adapter / CONFIG}: the adapter belongs to revision {revision} of {base}, but weft reads the newest. "
+            f"{adapter / CONFIG}: the adapter needs revision {revision} of {base}, but weft reads the newest revision. "
             f"Download that revision, hf download {base} --revision {revision} --local-dir BASE, then use --base BASE."
         )
     if not base:
-        raise UserError(f"{adapter / CONFIG} names no base model: set --base.")
+        raise UserError(f"{adapter / CONFIG} has no name of a base model: set --base.")
     target = Path(options.output) if options.output else adapter.with_name(f"{adapter.name}-merged")
     lora = section_of_run(options.path, "lora")
     trained = FORMATS.get(str(lora.get("base")))
-    trained = None if trained is MXFP4 else trained  # which is as the files hold it
+    trained = None if trained is MXFP4 else trained  # the files have this format
     chosen = options.base_format or (str(lora.get("base")) if lora.get("init") == "loftq" else "compute")
     report = MergeReport(trained, FORMATS.get(chosen))
     write_folder(target, lambda partial: _write(adapter, str(base), partial, DTYPES[options.dtype], report))
@@ -70,16 +70,16 @@ def run(options: MergeOptions) -> Path:
 
 @dataclass
 class MergeReport:
-    """How the merged weights differ from those that were trained. trained: the format in which the run stored the base.
-    merged: the format of the base that adapters are added to. None: the compute dtype. norms: name -> the norm of a
-    weight's difference, relative to its own."""
+    """The difference between the merged weights and the trained ones. trained: the format in which the run stored the
+    base. merged: the format of the base to which adapters are added. None: the compute dtype. norms: name -> the norm
+    of a weight's difference, relative to the weight's norm."""
 
     trained: Format | None
     merged: Format | None
     norms: dict[str, float] = field(default_factory=dict)
 
     def base(self, form: Format | None, weight: Tensor, compute: torch.dtype) -> Tensor:
-        """fp32 weight of the base in a format."""
+        """The fp32 weight of the base in a format."""
         return (weight if form is None else low_bit.rounded(form, weight.to(compute))).float()
 
     def describe(self) -> list[str]:
@@ -89,7 +89,7 @@ class MergeReport:
         mean, worst = sum(self.norms.values()) / len(self.norms), max(self.norms, key=lambda name: self.norms[name])
         advice = "" if self.merged is self.trained else f"; --base-format {self.trained.name} merges into that base"
         return [
-            f"merged weights differ from the trained ones, whose base was in {self.trained.title}, by {mean:.2%} of "
+            f"merged weights differ from the trained ones, whose base is in {self.trained.title}, by {mean:.2%} of "
             f"their norm on average and {self.norms[worst]:.2%} in {worst}{advice}"
         ]
 
@@ -100,7 +100,7 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None, re
         heads = [entry.shape[0] for name, entry in file.entries.items() if _HEAD.fullmatch(name)]
     score = None if task is None or not heads else score_of(base, heads[0], task)
     built = build_model(
-        ModelConfig(path=base, ignore_weights=("*",)),  # weights that the class lacks are no targets of the adapter
+        ModelConfig(path=base, ignore_weights=("*",)),  # the adapter has no targets among weights outside of the class
         LoraConfig(path=str(adapter)),
         dtype=torch.float32,
         compute=torch.float32,
@@ -111,7 +111,9 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None, re
     plan, lora, load = plan_export(TensorShapes(built), dtype), built.lora, built.load
     assert lora is not None and load is not None
     folder.mkdir(parents=True)
-    copy_companions(adapter, folder)  # first: the tokenizer of the training run takes precedence over the base's
+    copy_companions(
+        adapter, folder
+    )  # first, because the tokenizer of the training run takes precedence over the base's
     if not (folder / GENERATION).is_file():
         plan = replace(plan, texts=_ends_of_another_template(adapter, base))
     with TensorFile.open(adapter / WEIGHTS) as file:
@@ -123,17 +125,17 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None, re
 
 def _ends_of_another_template(adapter: Path, base: str) -> dict[str, str]:
     """A generation_config.json with the tokens that end answers in the adapter's chat template, if the base has another
-    template. peft saves no such file: without it, a base that learnt a template would never end its turn."""
+    template. peft saves no such file. Without it, a base that learned a template would never end its turn."""
     try:
         tokenizer, before = load_tokenizer(str(adapter)), load_tokenizer(base)
-    except UserError:  # not every adapter comes with a tokenizer
+    except UserError:  # some adapters have no tokenizer
         return {}
     taught = template_ends(tokenizer) if tokenizer.chat_template != before.chat_template else []
     return answer_ends(base, tokenizer, taught).files(base)
 
 
 def _quantised_names(module: TrainModule, load: LoadPlan, report: MergeReport) -> set[str]:
-    """Names of the weights that a format rounds: not those that the files hold in it."""
+    """Names of the weights that a format rounds, without weights that the files already have in this format."""
     module.requires_grad_(False)
     names = set[str]()
     for form in (report.trained, report.merged):

@@ -1,5 +1,5 @@
-"""`weft plugins` and `weft engine check`: the names that installed packages give, and whether what they name keeps the
-promises that a run relies on."""
+"""`weft plugins` and `weft engine check`: list the names that installed packages provide, and check that their objects
+meet the requirements of a run."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from weft.rl.environments.worker import plain
 from weft.rl.rewards.base import try_rewards
 from weft.terminal import say
 
-# Prompts of the tried requests: one token, and uneven lengths.
+# Prompts of the test requests: one token, and uneven lengths.
 _PROMPTS = ((5,), (7, 11, 13), tuple(range(20, 57)), (3, 3, 3, 3))
 _SAMPLING = SamplingParams(max_new_tokens=12, temperature=0.8, ends=(2,))
 _SEEDS = (1, 2**62 + 5)
 _CLOSE = 1e-4  # of logprobs in fp32
 _TURNS, _SECONDS = 8, 60.0
-_ANSWERS = ("This is a stand-in for an answer.", "", "7", '{"text": "7"}')
+_ANSWERS = ("This is a placeholder answer.", "", "7", '{"text": "7"}')
 
 
 def run(options: PluginsOptions) -> None:
-    """List the names of all groups, or check one. UserError for the first promise that is broken."""
+    """List the names of all groups, or check one. UserError for the first requirement that is not met."""
     if not options.what:
         for key, group in GROUPS.items():
             for entry in plugins(group):
@@ -71,7 +71,7 @@ def run(options: PluginsOptions) -> None:
 
 
 def check_engine(name: str) -> None:
-    """Fill an engine of this name with a tiny random model, by weight sync, and compare what it samples with plain
+    """Send a tiny random model to an engine of this name by weight sync, and compare its samples with plain
     transformers."""
     with tempfile.TemporaryDirectory() as folder, join("cpu") as ranks, ThreadPoolExecutor(1) as pool:
         path = str(Path(folder) / "model")
@@ -98,7 +98,7 @@ def check_engine(name: str) -> None:
         alone = [completion for n in range(len(_PROMPTS)) for completion in engine.generate([_request(n)])[0]]
         _require(
             [c.tokens for c in alone] == [c.tokens for c in drawn],
-            "a request that is generated alone has other tokens than in a batch: a sample must depend on its seed only",
+            "a request that is generated alone has other tokens than in a batch: a sample must depend only on its seed",
         )
         say("ok       samples depend on their seeds, not on the batch")
         numbered, unfinished = dict[int, Sequence[Completion]](), {n: _request(n) for n in range(len(_PROMPTS))}
@@ -110,9 +110,9 @@ def check_engine(name: str) -> None:
                 break
         _require(
             [c.tokens for n in range(len(_PROMPTS)) for c in numbered.get(n, ())] == [c.tokens for c in drawn],
-            "advance() gives other samples than generate()",
+            "advance() returns other samples than generate()",
         )
-        say("ok       generation in turns gives the same samples")
+        say("ok       generation in several calls returns the same samples")
         with torch.no_grad():
             for parameter in trainer.module.parameters():
                 parameter.add_(0.05)
@@ -121,10 +121,10 @@ def check_engine(name: str) -> None:
         _sampled(engine, plain_model, 2)
         say("ok       a second sync replaces all weights")
         engine.sleep()
-        _require(_refuses(engine), "an engine that sleeps samples: its weights may be old")
+        _require(_refuses(engine), "an engine that sleeps must not sample, because its weights may be old")
         sync(3)
         _sampled(engine, plain_model, 3)
-        say(f"ok       {name} sleeps, and wakes with the weights of the next sync")
+        say(f"ok       {name} sleeps, and wakes up with the weights of the next sync")
 
 
 def _request(number: int) -> Request:
@@ -140,14 +140,16 @@ def _refuses(engine: Standalone) -> bool:
 
 
 def _sampled(engine: Standalone, plain_model: Any, version: int) -> list[Completion]:
-    """Completions of all prompts. UserError if they are not what plain transformers says of their tokens."""
+    """Completions of all prompts. UserError if their logprobs differ from plain transformers'."""
     requests = [_request(number) for number in range(len(_PROMPTS))]
     answers = engine.generate(requests)
-    _require([len(group) for group in answers] == [len(_SEEDS)] * len(requests), "not one completion for each seed")
+    _require(
+        [len(group) for group in answers] == [len(_SEEDS)] * len(requests), "there must be a completion for each seed"
+    )
     for request, group in zip(requests, answers, strict=True):
         for completion in group:
             n = len(completion.tokens)
-            _require(0 < n <= _SAMPLING.max_new_tokens, f"a completion of {n} tokens, of 1 to 12 that were asked")
+            _require(0 < n <= _SAMPLING.max_new_tokens, f"a completion has {n} tokens; it must have 1 to 12")
             ended = completion.tokens[-1] in _SAMPLING.ends
             _require(
                 (completion.finish == "end") == ended and (ended or n == _SAMPLING.max_new_tokens),
@@ -166,7 +168,7 @@ def _sampled(engine: Standalone, plain_model: Any, version: int) -> list[Complet
 
 
 def check_environment(name: str, row: Mapping[str, Any]) -> None:
-    """Play two conversations at once, in processes as a run's, and then the first one again."""
+    """Run two conversations concurrently, in processes like a run's, and then the first one again."""
     kind = load_class(name)
     prompt = Prompt(0, 0, (1,), "", ({"role": "user", "content": str(row.get("prompt", ""))},), row, "the row")
 
@@ -183,7 +185,7 @@ def check_environment(name: str, row: Mapping[str, Any]) -> None:
                 replies.append(None if reply is None else plain(reply))
                 if turn and not reply.done:
                     given = reply.messages or reply.text is not None or reply.tokens is not None
-                    _require(bool(given), "step() replied nothing and was not done")
+                    _require(bool(given), "step() returned no reply and was not done")
                 if turn and reply.done:
                     break
             _, error = await worker.ask(("close", (), _SECONDS), _SECONDS + 1)
@@ -201,9 +203,9 @@ def check_environment(name: str, row: Mapping[str, Any]) -> None:
             await pool.close()
 
     first, second, again = asyncio.run(play())
-    say(f"ok       {name} replied {len(first) - 1} times, in processes of its own")
+    say(f"ok       {name} replied {len(first) - 1} times, in separate processes")
     rewards = [reply.reward for reply in first if reply is not None and reply.reward is not None]
-    _require(kind.gives_reward or not rewards, "replies have rewards, and the class has not gives_reward = True")
+    _require(kind.gives_reward or not rewards, "replies have rewards, but the class does not set gives_reward = True")
     if first == second == again:
         say("ok       the same row and the same answers give the same replies")
     else:
@@ -211,16 +213,16 @@ def check_environment(name: str, row: Mapping[str, Any]) -> None:
 
 
 def check_reward(name: str, row: Mapping[str, Any]) -> None:
-    """Score stand-ins for answers of one row, in a process as a run's; twice, and in another order."""
+    """Score placeholder answers of one row, in a process like a run's; twice, and in another order."""
     columns = {key: value for key, value in row.items() if key != "prompt"}
     asked: Sequence[Sequence[str]] = (_ANSWERS, _ANSWERS, _ANSWERS[::-1])
     first, second, reverse = (try_rewards([name], texts, prompt=row.get("prompt", ""), **columns) for texts in asked)
     errors = [line["errors"] for line in first if line["errors"]]
     _require(not errors, f"it fails: {errors[:1]}")
     say(f"ok       {name} scores {len(first)} answers: {', '.join(str(line['reward']) for line in first)}")
-    _require(first == second, "the same answers have other rewards the second time")
+    _require(first == second, "the same answers have different rewards in the second call")
     _require(first == reverse[::-1], "a reward depends on the order of the answers")
-    say("ok       rewards depend on the answers only")
+    say("ok       rewards depend only on the answers")
 
 
 def _require(holds: bool, problem: str) -> None:

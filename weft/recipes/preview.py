@@ -1,4 +1,4 @@
-"""`weft data preview`: the data as training would see them, all of them or a sample."""
+"""`weft data preview`: the data as training would read them, completely or a sample."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from weft.observe.preview import (
 )
 from weft.observe.progress import loading
 
-# With --sample, about so many bytes of a larger file are read.
+# With --sample, approximate number of bytes that are read of a larger file.
 SAMPLE_BYTES = 1 << 20
-_PLANNED = 8  # steps that are planned
+_PLANNED = 8  # number of steps that are planned
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def run(config: SftConfig, options: PreviewOptions) -> None:
     """Entry point; runs in one process. Raises UserError for data that training would refuse, except long documents.
 
-    All rows are read before the tokenizer is imported: reading is fast, so that data of another format are refused at
-    once. If some rows are bad, the others are tokenised nevertheless, so that all bad rows are listed together.
+    All rows are read before the tokenizer is imported. Reading is fast, so data of another format is refused at once.
+    If some rows are bad, the others are still tokenised, so that all bad rows are listed together.
     """
     sources, bad = open_data(config.data), list[str]()
     with loading(label="reading") as progress:
@@ -50,13 +50,13 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     count = sum(sum(sample.formats.values()) for sample in sampled)
     if not count:
         refuse_bad(bad, len(bad))
-        raise UserError(f"{sampled[0].part.origin}: contains no documents. data.path must name data with {NEEDED}.")
+        raise UserError(f"{sampled[0].part.origin}: contains no documents. Set data.path to data with {NEEDED}.")
     _tokenise_and_show(config, sampled, options)
 
 
 def _may_have_template(config: SftConfig) -> bool:
-    """Whether there is a chat template, according to the model's files: the tokenizer is not imported yet. True if the
-    files are not on this machine."""
+    """Whether there is a chat template, according to the model's files, because the tokenizer is not imported yet. True
+    if the files are not on this machine."""
     folder = Path(config.model.path)
     if config.data.chat_template is not None or not folder.is_dir():
         return True
@@ -77,7 +77,7 @@ def _read(
     rows: ParseOptions,
 ) -> SampledPart:
     """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it. chat: whether there is a
-    chat template. rows: as in DataSource.parse_options."""
+    chat template. rows: see DataSource.parse_options."""
     reads_all = not sample or part.size <= SAMPLE_BYTES
     blocks = None if reads_all else list(_sample_blocks(part))
     formats: dict[str, int] = {}
@@ -93,7 +93,7 @@ def _read(
 
 
 def _sample_blocks(part: SourcePart) -> Iterator[Block]:
-    """Yields blocks spread over the part if it supports that, else its first blocks."""
+    """Yields blocks spread over the part if it supports that, otherwise its first blocks."""
     if part.sample is not None:
         yield from part.sample()
         return
@@ -139,7 +139,7 @@ def _tokenise_and_show(config: SftConfig, sampled: Sequence[SampledPart], option
     )
     limit = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     limits = Limits(*limit, config.data.long_documents, drop_untrained=True)
-    # Documents that training would refuse are left out of the plan, to show the steps of the others.
+    # The plan omits documents that training would refuse, to show the steps of the others.
     plan_limits = replace(limits, long="drop") if limits.long == "error" else limits
     planned = _plan(
         config, read, [plan_limits.select(sample.table, sample.source.name) for sample in read], options.world
@@ -151,7 +151,7 @@ def _tokenise_and_show(config: SftConfig, sampled: Sequence[SampledPart], option
 
 
 def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any], world: int) -> Planned | None:
-    """The plans of the first steps, for `world` data ranks; None if no documents are left."""
+    """The plans of the first steps, for `world` data ranks; None if no documents remain."""
     import numpy as np
 
     from weft.data.documents import unit_of
@@ -201,7 +201,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
 
 
 def _steps_in_epoch(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any], counted: int) -> int:
-    """The number of steps of an epoch: exactly `counted` if everything was read, else scaled up from the sample."""
+    """The number of steps of an epoch: exactly `counted` if all data was read, otherwise scaled up from the sample."""
     if all(sample.share == 1.0 for sample in read):
         return counted
     weights = [sample.source.weight / sample.share for sample in read]

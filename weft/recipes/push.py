@@ -37,24 +37,24 @@ def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
     if step is None and not best:
         return find_checkpoint(path)
     if not complete_steps(checkpoints):
-        raise UserError(f"--step and --best need a run folder, but {path} is no run folder: omit them.")
+        raise UserError(f"--step and --best need a run folder, but {path} is not a run folder: remove them.")
     if step is not None:
         return chosen_step(checkpoints, path, step)
     chosen = best_step(checkpoints)
     if chosen is None:
-        raise UserError(f"--best: {checkpoints} has no link `best`: the run had no checkpoint.keep_best=true.")
+        raise UserError(f"--best: {checkpoints} has no link `best`: the run did not have checkpoint.keep_best=true.")
     return step_folder(checkpoints, chosen)
 
 
 def require_complete(checkpoint: Path) -> None:
-    """Raises UserError if a folder holds no complete model or adapter, or if weights differ from their digests."""
+    """Raises UserError if a folder contains no complete model or adapter, or if weights differ from their digests."""
     if checkpoint.suffix in (".partial", ".removing"):
-        raise UserError(f"{checkpoint} is being written or removed, so it is incomplete: name another checkpoint.")
+        raise UserError(f"{checkpoint} is being written or removed, so it is incomplete: choose another checkpoint.")
     weights = sorted(checkpoint.glob("*.safetensors"))
     if not weights:
         raise UserError(
-            f"{checkpoint} holds no weights (*.safetensors), so the "
-            f"{'adapter' if (checkpoint / ADAPTER).is_file() else 'model'} is incomplete: name a checkpoint, "
+            f"{checkpoint} contains no weights (*.safetensors), so the "
+            f"{'adapter' if (checkpoint / ADAPTER).is_file() else 'model'} is incomplete: write a checkpoint, "
             "RUN/checkpoints/step-N."
         )
     for file in weights:
@@ -64,6 +64,6 @@ def require_complete(checkpoint: Path) -> None:
         names = set(named.values()) if isinstance(named, dict) else set()
         missing = sorted(n for n in names if not is_own_file(str(n)) or not (checkpoint / str(n)).is_file())
         if missing or not names:
-            raise UserError(f"{checkpoint} is incomplete: {INDEX} names {missing[0] if missing else 'no file'}.")
+            raise UserError(f"{checkpoint} is incomplete: {INDEX} lists {missing[0] if missing else 'no file'}.")
     if os.path.lexists(checkpoint / DIGESTS):
         check_digests(checkpoint)

@@ -1,19 +1,19 @@
-"""What a command adds to the loop of training.py: `weft sft` nothing, others a subclass of Recipe.
+"""The additions of a command to the loop of training.py: none for `weft sft`, a subclass of Recipe for others.
 
-A Recipe says how rows become documents, what is trained, which models are only read before each step, and what an
-evaluation reports. All else is in the loop and the same for all: sources, cache, mesh, adapters, best checkpoint,
-resume, trackers, report, dry run, faults. To add a command:
+A Recipe defines how rows become documents, the loss, the frozen models whose outputs each step needs, and the metrics
+of an evaluation. The loop does everything else, equally for all commands: sources, cache, mesh, adapters, best
+checkpoint, resume, trackers, report, dry run, faults. To add a command, add:
 
-1. config: a dataclass that extends SftConfig, with sections of its own; an entry each in weft/config/commands.py,
-   presets.py:ADAPTER_DEFAULTS, validate.py and reference.py:_FIRST;
+1. config: a dataclass that extends SftConfig, with the command's sections; an entry in each of
+   weft/config/commands.py, presets.py:ADAPTER_DEFAULTS, validate.py and reference.py:_FIRST;
 2. weft/recipes/NAME.py: a subclass of Recipe, and run(config, options, hooks) as in sft.py;
 3. weft/cli.py:RECIPES, and for Python a function in weft/api.py.
 
-Order of a step: a thread plans it and lays out its rows, which uses no device (training.py:prepare_step). Then
-`before_step` reads frozen models (engine/frozen.py) and may replace the rows, and the engine takes the step. A reading
-that is one number per document goes into the objective, which finds it by `batch.documents`, the documents' places in
-the step: rows then stay as they are. A reading per token goes into arrays of the documents of this rank, from which
-the rows are laid out again (lays_out_again).
+Order of a step: a thread plans it and lays out its rows, without a device (training.py:prepare_step). Then
+`before_step` runs frozen models (engine/frozen.py) and may replace the rows, and the engine runs the step. An output
+with one number per document is passed to the loss, which finds it by `batch.documents`, the documents' indices in the
+step; the rows do not change. An output per token is added to arrays of this rank's documents, from which the rows are
+laid out again (lays_out_again).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Config = TypeVar("Config", bound=SftConfig)
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step before its forward. documents: the step's, not built, in its order. indices: theirs in the data. local:
-    those of this rank, built, by their place in the step."""
+    """A step before its forward. documents: the step's documents in order, not built. indices: their indices in the
+    data. local: this rank's documents, built, by their index in the step."""
 
     number: int
     indices: Sequence[int]
@@ -52,43 +52,42 @@ class PreparedStep:
 
 
 class FrozenReadings:
-    """What is read of frozen models before steps and kept for later ones; this one reads nothing."""
+    """The outputs of frozen models that are computed before steps and stored for later ones. This class has none."""
 
     def announce(self, step: PreparedStep) -> None:
-        """Tells models on other ranks of a step that comes after the present one. Called in a thread; no
-        collectives."""
+        """Announces a later step to models on other ranks. Called in a thread; no collectives."""
 
     def state(self) -> dict[str, str]:
-        """What is kept, for a checkpoint; `restore` takes it. The first rank's is saved."""
+        """The stored outputs, for a checkpoint; `restore` reads them. The first rank's are saved."""
         return {}
 
     def restore(self, state: Mapping[str, str]) -> None:
-        """Takes the `state` of the checkpoint that is resumed, {} of a new run. Called after open_models."""
+        """Restores the `state` of the resumed checkpoint, or {} of a new run. Called after open_models."""
 
 
 class SeparateRanks(Protocol):
-    """The last `count` ranks of a run, which have a frozen model alone."""
+    """The last `count` ranks of a run, which have only a frozen model."""
 
     count: int
 
     def alongside(self, ranks: Ranks) -> AbstractContextManager[None]:
-        """A context around all that a rank does, of either side."""
+        """A context around all work of a rank, on either side."""
         ...
 
     def serve(self, ranks: Ranks, data: RunData) -> None:
-        """What these ranks do. Collective on them."""
+        """The work of these ranks. Collective on them."""
         ...
 
     def dry_run(self, ranks: Ranks, data: RunData | None) -> list[str]:
-        """What a dry run says of the model, on ranks that do not exist, all of which have it. data: None if they were
-        not read. Raises UserError for what `serve` would refuse."""
+        """The dry run's lines about the model, on assumed ranks that all have it. data: None if they were not read.
+        Raises UserError for a config that `serve` would refuse."""
         ...
 
 
 class Recipe(Generic[Config]):
-    """What a command adds to the loop; this one is `weft sft`. objective: what is trained. engine: set by
+    """The additions of a command to the loop; this class is `weft sft`. objective: the training loss. engine: set by
     `open_models`. lays_out_again: whether before_step replaces the rows, so that none are built before it.
-    frozen_ranks: which have a frozen model alone, if there are such. readings: set by `open_models`."""
+    frozen_ranks: ranks that have only a frozen model, if there are any. readings: set by `open_models`."""
 
     engine: Engine
     lays_out_again = False
@@ -101,12 +100,12 @@ class Recipe(Generic[Config]):
 
     @property
     def held_out_objective(self) -> Loss:
-        """What an evaluation measures; in place of CrossEntropy a HeldOutLoss."""
+        """The loss that an evaluation measures: CrossEntropy, or a HeldOutLoss that replaces it."""
         return self.objective
 
     @property
     def is_users_objective(self) -> bool:
-        """Whether the objective is the user's, so that it is checked to be a sum."""
+        """Whether the loss is the user's, so that weft checks that it is a sum."""
         return self.config.train.loss is not None or self.hooks.objective is not None
 
     def read_data(self, progress: OnProgress | None = None) -> RunData:
@@ -118,26 +117,27 @@ class Recipe(Generic[Config]):
         )
 
     def prepared(self, documents: Sequence[Document]) -> Sequence[Document]:
-        """The documents of a data set as steps and evaluations read them. Raises UserError if they are not of the kind
-        that this command trains on."""
+        """The documents of a data set in the form that steps and evaluations use. Raises UserError if this command does
+        not train on documents of this kind."""
         return documents
 
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
-        """Opens the models that are only read, beside the trained one, before the first step and after a resumed run's
+        """Opens the frozen models, in addition to the trained one, before the first step and after a resumed run's
         weights were restored. Returns lines for the opening. Collective."""
         self.engine = engine
         return []
 
     def dry_run_lines(self) -> list[str]:
-        """What a dry run says of the loss, and of what it is measured against. The table of engines has the memory."""
+        """The dry run's lines about the loss, and about the reference of its metrics. The table of engines has the
+        memory."""
         return []
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
-        """What has to be read before this step. Collective."""
+        """Computes the outputs that this step needs, and returns the step with them. Collective."""
         return step
 
     def before_evaluation(
         self, name: str, indices: Sequence[int], plan: StepPlan, local: Mapping[int, Document]
     ) -> Mapping[int, Document]:
-        """As before_step, for documents `indices` of the held-out source `name`. Returns the documents of this rank."""
+        """Like before_step, for documents `indices` of the held-out source `name`. Returns this rank's documents."""
         return local

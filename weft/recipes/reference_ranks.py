@@ -1,4 +1,4 @@
-"""A reference of preferences on ranks of its own (reference.ranks)."""
+"""A reference of preferences on separate ranks (reference.ranks)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.terminal import counted
 
 
 class RemoteSums(ReferenceSums):
-    """The sums of a reference on ranks of its own."""
+    """The sums of a reference on separate ranks."""
 
     def __init__(self, config: DpoConfig, documents: Mapping[str, Sequence[Document]], side: FrozenSide) -> None:
         super().__init__(config, None, documents, adapters_off=False)
@@ -32,7 +32,7 @@ class RemoteSums(ReferenceSums):
 
     def announce(self, step: PreparedStep) -> None:
         missing = self.missing(TRAINED, step.indices)
-        if self.config.preference.cache == "memory":  # the present step's are on their way
+        if self.config.preference.cache == "memory":  # the current step's sums are already requested
             missing = [index for index in missing if not self.side.is_asked(TRAINED, index)]
         self.side.ask(TRAINED, missing)
 
@@ -40,7 +40,7 @@ class RemoteSums(ReferenceSums):
         flight.enter("logprobs")
         values = np.frombuffer(self.side.answer(name, indices), "<f8")
         if len(values) != len(indices):
-            raise RuntimeError(f"the reference answered {len(values)} sums for {len(indices)} documents")
+            raise RuntimeError(f"the reference returned {len(values)} sums for {len(indices)} documents")
         return torch.from_numpy(values.copy())
 
 
@@ -52,7 +52,7 @@ class ReferenceRanks(ModelRanks):
         self.config = config
 
     def open(self, data: RunData) -> tuple[ReferenceSums, list[str]]:
-        """On the trained model's ranks, as open_reference, once the reference is loaded. Collective."""
+        """On the trained model's ranks, like open_reference, after the reference is loaded. Collective."""
         lines = self.side.wait_until_ready(data.digests)
         return RemoteSums(self.config, data.data_sets, self.side), lines
 
@@ -68,5 +68,5 @@ class ReferenceRanks(ModelRanks):
         def answer(number: int, request: Mapping[str, Any]) -> bytes:
             return sums.read_of(request["name"], request["indices"]).numpy().astype("<f8").tobytes()
 
-        where = f"{counted(self.count, 'rank')} of its own"
+        where = counted(self.count, "separate rank")
         return answer, [f"against  {frozen.model.path}, a reference on {where}: {model.memory}"]

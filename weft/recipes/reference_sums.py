@@ -1,11 +1,12 @@
-"""Logprob sums of a reference over documents of data sets, cached as preference.cache says.
+"""Logprob sums of a reference over documents of data sets, cached according to preference.cache.
 
-On disk a cache is data.cache/reference/KEY, with a digest of the reference's files, those of its adapter, its dtype and
-weft's version. Each row has the digest of its document's tokens and loss weights, so that a row serves any mesh, order
-or selection, and never another document. A row that is missing or foreign after reading is an error.
+On disk a cache is data.cache/reference/KEY. KEY is a digest of the reference's files, its adapter's files, its dtype
+and weft's version. Each row has the digest of its document's tokens and loss weights, so a row applies on any mesh and
+in any order or selection, and never to another document. If a row is missing or foreign after reading, weft reports an
+error.
 
-In memory the sums of training data are part of checkpoints: read again in a row with other documents, they would differ
-in their last bits, and a resumed run from the unbroken one.
+In memory the sums of training data are part of checkpoints. Computed again in a row with other documents, they would
+differ in their last bits, and a resumed run would differ from an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from weft.recipes.recipe import FrozenReadings
 from weft.recipes.run_data import TRAINED
 from weft.version import __version__
 
-_NO_REFERENCE = "against  no reference: preference.loss reads none"
+_NO_REFERENCE = "against  no reference: no loss in preference.loss reads one"
 _UNDER_ADAPTERS = "against  the base under the adapters"
-_ROWS = 16  # rows of a rank in one plan, as in an evaluation
+_ROWS = 16  # rows per rank in one plan, as in an evaluation
 _FILE = "sums.npz"
 
 
 class ReferenceSums(FrozenReadings):
-    """engine: the reference, or the trained model, whose adapters are then switched off; None once all is cached, and
-    where other ranks have it. documents: by name of the data set."""
+    """engine: the reference, or the trained model, whose adapters are then switched off; None if all sums are cached,
+    or if other ranks have the reference. documents: by name of the data set."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class ReferenceSums(FrozenReadings):
         }
 
     def of(self, name: str, indices: Sequence[int]) -> Tensor:
-        """[indices] fp64: the sums of these documents of a data set. Raises RuntimeError for one that is in no cache.
-        Collective."""
+        """[indices] fp64: the sums of these documents of a data set. Raises RuntimeError for a document that is in no
+        cache. Collective."""
         chosen = torch.tensor(indices, dtype=torch.int64)
         known = self.sums[name]
         if missing := self.missing(name, indices):
@@ -79,18 +80,18 @@ class ReferenceSums(FrozenReadings):
         return known[chosen]
 
     def missing(self, name: str, indices: Sequence[int]) -> list[int]:
-        """The documents of a data set, of these, whose sums are not kept; each once, in order."""
+        """The documents among these whose sums are not cached; each once, in order."""
         chosen = torch.tensor(indices, dtype=torch.int64)
         missing: list[int] = chosen[self.sums[name][chosen].isnan()].unique().tolist()
         return missing
 
     def read_of(self, name: str, indices: Sequence[int]) -> Tensor:
-        """As `read`, of documents of a data set."""
+        """Like `read`, for documents of a data set."""
         return self.read(choose(self.documents[name], indices))
 
     def read(self, documents: Sequence[Document]) -> Tensor:
-        """[documents] fp64: the sums of any documents, computed now. Raises FloatingPointError for one that is not
-        finite, on every rank. Collective."""
+        """[documents] fp64: the sums of any documents, computed now. Raises FloatingPointError on every rank for a
+        document with a non-finite sum. Collective."""
         if self.engine is None:
             raise RuntimeError("logprobs of the reference are missing in the cache, and the reference is closed")
         with flight.computing("the reference"):
@@ -100,32 +101,32 @@ class ReferenceSums(FrozenReadings):
                 sources = ", ".join(first_sources(documents, bad[:4].tolist()))
                 more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
                 raise FloatingPointError(
-                    f"the reference ({self.engine.config.model.path}) gives log probabilities that are not finite, of "
-                    f"documents {sources}{more}. Look at its weights, or set reference.param_dtype=fp32."
+                    f"the reference ({self.engine.config.model.path}) computes log probabilities that are not finite, "
+                    f"for documents {sources}{more}. Check its weights, or set reference.param_dtype=fp32."
                 )
         return sums
 
     def state(self) -> dict[str, str]:
-        """The sums of training data that are in memory only, base64 of their bytes (fp64)."""
+        """The sums of training data that are only in memory, base64 of their bytes (fp64)."""
         if self.config.preference.cache != "memory":
             return {}
         return {TRAINED: base64.b64encode(self.sums[TRAINED].numpy().astype("<f8").tobytes()).decode()}
 
     def restore(self, state: Mapping[str, str]) -> None:
-        """Takes the `state` of a checkpoint, of the same data and reference. Raises UserError if it is damaged."""
+        """Restores the `state` of a checkpoint with the same data and reference. Raises UserError if it is damaged."""
         if TRAINED not in state or self.config.preference.cache != "memory":
             return
         known = self.sums[TRAINED]
         values = np.frombuffer(base64.b64decode(state[TRAINED]), "<f8")
         if len(values) != len(known):
             raise UserError(
-                f"the checkpoint has logprobs of the reference for {len(values)} answers, and the data {len(known)}: "
-                "resume from an earlier checkpoint, or set preference.cache=off."
+                f"the checkpoint has logprobs of the reference for {len(values)} answers, but the data has "
+                f"{len(known)}: resume from an earlier checkpoint, or set preference.cache=off."
             )
         known.copy_(torch.from_numpy(values.copy()))
 
     def fill(self) -> list[str]:
-        """Reads what data.cache lacks of all documents, and keeps it there. Returns lines for the opening.
+        """Computes the sums that are missing in data.cache, and stores them there. Returns lines for the opening.
         Collective."""
         engine = self.engine
         assert engine is not None and self.config.data.cache is not None
@@ -148,15 +149,15 @@ class ReferenceSums(FrozenReadings):
                 raise RuntimeError(f"{folder}: rows of the reference's logprobs are missing")
         if read:
             run_on_first_rank(lambda: _write(folder, stored), engine.ranks)
-        damaged = [f"cache    {folder / _FILE} was damaged: its rows were read again by the reference"] * is_damaged
+        damaged = [f"cache    {folder / _FILE} was damaged: the reference computed its rows again"] * is_damaged
         return [
             *damaged,
-            f"cache    reference logprobs of {total:,} answers in {folder}: {total - read:,} were there, {read:,} read",
+            f"cache    reference logprobs of {total:,} answers in {folder}: {total - read:,} cached, {read:,} computed",
         ]
 
     def _stored(self, engine: Engine) -> tuple[Path, dict[int, float], bool]:
-        """(The folder of this reference's cache, what is there, as in _read), the first rank's on every rank, because
-        data.cache may be on a disk of each machine. Collective."""
+        """(The folder of this reference's cache, its content as in _read). Every rank gets the first rank's, because
+        data.cache may be on a local disk of each machine. Collective."""
         shared: list[tuple[Path, dict[int, float], bool]] = [(Path(), {}, False)]
         if engine.ranks.is_first:
             config, digest = engine.config, hashlib.blake2b(digest_size=16)
@@ -174,7 +175,7 @@ class ReferenceSums(FrozenReadings):
 
 
 class NoReference(ReferenceSums):
-    """Where no loss reads a reference: all sums are 0, and no checkpoint has them."""
+    """For losses that read no reference: all sums are 0, and checkpoints do not contain them."""
 
     def __init__(self, config: DpoConfig, documents: Mapping[str, Sequence[Document]]) -> None:
         super().__init__(config, None, documents, adapters_off=False)
@@ -187,7 +188,7 @@ class NoReference(ReferenceSums):
 
 
 def check_reference(config: DpoConfig) -> None:
-    """Raises UserError for a reference with another tokenizer than the trained model's."""
+    """Raises UserError if the reference and the trained model have different tokenizers."""
     if own_reference(config) and config.reference.path is not None:
         remedy = "Log probabilities of other tokens cannot be compared: choose a reference of the same family."
         check_same_tokenizer(config.model.path, config.reference.path, "reference.path", remedy)
@@ -206,7 +207,7 @@ def open_reference(
     else:
         model = open_frozen("reference", frozen, engine.ranks, shares_with=engine, progress=progress)
         reference = ReferenceSums(config, model, documents, adapters_off=False)
-        lines = [f"against  {frozen.model.path}, a reference of its own: {model.memory}"]
+        lines = [f"against  {frozen.model.path}, a separate reference: {model.memory}"]
     if config.preference.cache == "disk":
         lines += reference.fill()
         if frozen is not None and closes_reference(config):
@@ -215,16 +216,16 @@ def open_reference(
 
 
 def reference_line(config: DpoConfig) -> str:
-    """What a dry run says of the reference."""
+    """The dry run's line about the reference."""
     if not config.preference.has_reference:
         return _NO_REFERENCE
     if not own_reference(config):
         return _UNDER_ADAPTERS
-    return f"against  {config.reference.path or config.model.path}, a reference of its own"
+    return f"against  {config.reference.path or config.model.path}, a separate reference"
 
 
 def _weight_files(config: EngineConfig) -> list[Path]:
-    """The files that the weights of an engine come from: of the model, and of the adapter that it goes on with."""
+    """The files with the weights of an engine: of the model, and of the adapter from which it continues."""
     folder, weights = fetch_model(config.model.path), list[Path]()
     if config.model.dcp_weights is not None:
         weights = sorted(path for path in Path(config.model.dcp_weights).expanduser().rglob("*") if path.is_file())
@@ -248,7 +249,7 @@ def document_digest(document: Document) -> int:
 
 
 def _read(folder: Path) -> tuple[dict[int, float], bool]:
-    """(Digest of a document -> its sum, whether there is a file that cannot be used). All is read again then."""
+    """(Digest of a document -> its sum, whether a file is unusable). If so, everything is computed again."""
     if not (folder / _FILE).exists():
         return {}, False
     try:

@@ -1,10 +1,10 @@
-"""Teachers on ranks of their own (teacher.ranks): what travels from them to the student's ranks.
+"""Teachers on separate ranks (teacher.ranks): the data that they send to the student's ranks.
 
-H is a teacher's hidden width, F the bytes of its dtype. Of a document of T tokens travel T bytes, which say what tokens
-are trained, and H x F bytes for each of these: whole last hidden states, so that divergences are of whole
-distributions. Logits would be vocabulary / H times as many bytes, and lists of likely tokens are another loss. A rank
-that read a document sends it to each rank that trains it, from host to host, as soon as it has read all of the step.
-The store of the exchange (frozen_ranks.py) has only which rank sends what.
+H is a teacher's hidden width, F the bytes of its dtype. For a document of T tokens, T bytes are sent that mark the
+trained tokens, and H x F bytes for each trained token: the complete last hidden states, so that divergences compare
+complete distributions. Logits would need vocabulary / H times as many bytes, and lists of likely tokens would be
+another loss. A rank that computed a document sends it from host to host to each rank that trains it, as soon as it has
+computed the complete step. The store of the exchange (frozen_ranks.py) contains only which rank sends which document.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from weft.models.facts import logit_transform
 from weft.ops.divergence import TeacherHead
 from weft.recipes.frozen_ranks import FrozenSide
 
-HEADS = "heads"  # in place of a data set
-_REPEATED = 8  # how many requests each request says to be done; one at most is new
+HEADS = "heads"  # replaces the name of a data set
+_REPEATED = 8  # number of finished requests that each request lists; at most one of them is new
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
 class RemoteTeacher:
-    """A TeacherSource whose readings come from RemoteTeachers.received. whole_head: on the host."""
+    """A TeacherSource whose outputs come from RemoteTeachers.received. whole_head: on the host."""
 
     path: str
     whole_head: TeacherHead
@@ -51,13 +51,13 @@ class RemoteTeacher:
 
 
 class RemoteTeachers:
-    """The student's side, made once the teachers are ready. paths: of these, by their number in distill.named; the
-    others are no models. Collective on both sides, with `heads`."""
+    """The student's side, created once the teachers are ready. paths: of the remote teachers, by their number in
+    distill.named; the others are not models. Collective on both sides, like `heads`."""
 
     def __init__(self, side: FrozenSide, student: Engine, paths: Mapping[int, str]) -> None:
         self.side, self.paths, self.device = side, paths, student.device
         self._first = side.ranks.world  # the first teacher's rank
-        side.ask(HEADS, range(len(paths)))  # at which the other side joins
+        side.ask(HEADS, range(len(paths)))  # at this request the other side joins
         self._link = join_sides(side.ranks)
         self._data_ranks = [0] * side.ranks.world  # of each rank of the student
         dist.all_gather_object(self._data_ranks, student.mesh.loss_rank, group=side.ranks.group)
@@ -80,7 +80,7 @@ class RemoteTeachers:
         return out
 
     def announce(self, name: str, indices: Sequence[int], plan: StepPlan, chosen: Sequence[int] | None) -> None:
-        """Asks for a later step's documents. chosen: the teacher of each. Any thread may call it."""
+        """Requests a later step's documents. chosen: the teacher of each. Any thread may call it."""
         if any(needs := self._needs(plan, chosen)):
             self.side.ask(name, indices, needs=needs, done=list(self._done))
 
@@ -92,8 +92,8 @@ class RemoteTeachers:
         chosen: Sequence[int] | None,
         local: Mapping[int, Document],
     ) -> dict[int, Tensor]:
-        """Index -> hidden states [T, H] of this rank's documents that have a remote teacher, zeros where a token is not
-        trained. name, indices: of the step's documents. Collective."""
+        """Index -> hidden states [T, H] of this rank's documents with a remote teacher, zeros at untrained tokens.
+        name, indices: of the step's documents. Collective."""
         if not any(needs := self._needs(plan, chosen)):
             return {}
         number, sent = self._answer(name, indices, {"needs": needs, "done": list(self._done)})
@@ -123,20 +123,20 @@ class RemoteTeachers:
         return out
 
     def _answer(self, name: str, indices: Sequence[int], keys: Mapping[str, Any]) -> tuple[int, Any]:
-        """(Number of a request, what is sent)."""
+        """(Number of a request, the data to send)."""
         flight.enter("teacher")
         number, sent = json.loads(self.side.answer(name, indices, **keys))
         return number, sent
 
     def _needs(self, plan: StepPlan, chosen: Sequence[int] | None) -> list[list[int]]:
-        """For each rank of the student: its documents that have a remote teacher, ascending."""
+        """For each rank of the student: its documents with a remote teacher, ascending."""
         remote = {i for i in range(len(plan.documents)) if (0 if chosen is None else chosen[i]) in self.paths}
         rows = [sorted(remote.intersection(i for row in plan.rows_of_rank(n) for i in row)) for n in range(plan.ranks)]
         return [rows[data_rank] for data_rank in self._data_ranks]
 
 
 class TeachersSender:
-    """The teachers' side. Answers name the rank that sends each document: {index: [rank, trained tokens, width,
+    """The teachers' side. An answer lists the rank that sends each document: {index: [rank, trained tokens, width,
     dtype]}."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -145,7 +145,7 @@ class TeachersSender:
         self._sending: dict[int, list[tuple[dist.Work, Tensor]]] = {}
 
     def send(self, number: int, request: Mapping[str, Any], read: Mapping[int, Tensor]) -> bytes:
-        """Begins to send what this rank read for a request. Returns the answer. Collective on the teachers' ranks."""
+        """Starts to send this rank's outputs for a request. Returns the answer. Collective on the teachers' ranks."""
         for arrived in request["done"]:
             for work, _ in self._sending.pop(arrived, ()):
                 work.wait()
@@ -163,14 +163,16 @@ class TeachersSender:
                 senders.setdefault(index, (rank, *kind))
         for target, needed in enumerate(request["needs"]):
             if missing := [index for index in needed if index not in senders]:
-                raise RuntimeError(f"no teacher read document {request['indices'][missing[0]]} of {request['name']}")
+                raise RuntimeError(
+                    f"no teacher computed document {request['indices'][missing[0]]} of {request['name']}"
+                )
             parts = [packed[index] for index in needed if senders[index][0] == self.ranks.rank]
             if parts:
                 self._send(torch.cat(parts), target, number)
         return json.dumps((number, senders)).encode()
 
     def send_heads(self, number: int, teachers: Iterable[Teacher]) -> bytes:
-        """Sends each student's rank the heads of the teachers. Collective on both sides."""
+        """Sends the heads of the teachers to each rank of the student. Collective on both sides."""
         self._link, heads = join_sides(self.ranks), list[tuple[list[int], str, bool]]()
         for teacher in teachers:
             weight, bias = (None if x is None else x.cpu().contiguous() for x in teacher.engine.head_weights())
@@ -188,7 +190,7 @@ class TeachersSender:
 
 
 def pack(states: Tensor) -> Tensor:
-    """Bytes [T + trained x H x F] of hidden states [T, H], which are zeros where a token is not trained."""
+    """Bytes [T + trained x H x F] of hidden states [T, H], which are zeros at untrained tokens."""
     is_trained = (states != 0).any(1)
     return torch.cat([is_trained.view(torch.uint8), _as_bytes(states[is_trained].contiguous())])
 

@@ -1,4 +1,4 @@
-"""Reward models: `weft reward`, the loop of training.py with a head of scores in place of logits."""
+"""Reward models: `weft reward`, the loop of training.py with a head of scores instead of logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.terminal import counted
 
 
 class RewardRecipe(Recipe[RewardConfig]):
-    """A model that gives scores. pad: the token at which none is read (scored_length)."""
+    """A model that returns scores. pad: the token at which no score is read (scored_length)."""
 
     def __init__(self, config: RewardConfig, hooks: Hooks = NO_HOOKS) -> None:
         super().__init__(config, hooks)
@@ -36,8 +36,8 @@ class RewardRecipe(Recipe[RewardConfig]):
         if self.pairs is not None:
             require_pairs(
                 documents,
-                "reward.loss=bradley_terry compares the two of a pair: set reward.loss=classification, or give rows "
-                "`chosen` and `rejected`.",
+                "reward.loss=bradley_terry compares the two answers of a pair: set reward.loss=classification, or "
+                "write rows with `chosen` and `rejected`.",
             )
         if self.config.reward.loss == "process":
             return StepDocuments(documents)
@@ -47,18 +47,18 @@ class RewardRecipe(Recipe[RewardConfig]):
         super().open_models(engine, data, progress)
         module, load = engine.built.module.hf_model, engine.built.load
         fresh = load is None or bool(load.fresh)
-        head = f"a new head ({self.config.reward.head})" if fresh else "the head that it has"
+        head = f"a new head ({self.config.reward.head})" if fresh else "its existing head"
         lines = [f"score    {type(module).__name__} with {head}: {self.config.reward.loss}"]
         if isinstance(data.documents, ScoredDocuments) and data.documents.ends_cut:
             lines.append(
-                f"         token {self.pad} is the model's padding and ends {data.documents.ends_cut:,} answers: their "
-                "scores are read before it, as transformers does"
+                f"         token {self.pad} is the model's padding and ends {data.documents.ends_cut:,} answers: weft "
+                "reads their scores one token earlier, like transformers"
             )
         return lines
 
     def dry_run_lines(self) -> list[str]:
         labels = counted(self.config.reward.labels, "number")
-        return [f"loss     {self.config.reward.loss}; a head of {labels} takes the place of the vocabulary's"]
+        return [f"loss     {self.config.reward.loss}; a head of {labels} replaces the vocabulary head"]
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
         self._read_scores(step.plan, step.local)
@@ -71,7 +71,8 @@ class RewardRecipe(Recipe[RewardConfig]):
         return local
 
     def _read_scores(self, plan: StepPlan, local: Mapping[int, Document]) -> None:
-        """Reads the scores of a step whose plan parts a pair; it has its loss without them otherwise."""
+        """Computes the scores of a step in which the answers of a pair are on several ranks. Other steps need no scores
+        before the loss."""
         if self.pairs is not None:
             self.pairs.scores = step_scores(self.engine, plan, local) if parts_pairs(plan) else {}
 

@@ -76,7 +76,7 @@ from weft.rl.teacher import add_teacher_advantages
 from weft.rl.trainer_clock import TrainerClock
 from weft.terminal import counted, display_name, say, say_all
 
-_PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"
+_PROMISE = "this rollout step is finished, trained and saved, and then the run ends"
 
 
 def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> None:
@@ -102,7 +102,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         if start.rollout == plan.rollouts:
             note = advice_after_last_step(start, config, plan.steps, run_lock.folder)
             say_all(upload_all(config, run_lock.folder))
-            say(f"{run_lock.folder} has finished already: step {start.step}. {note}".rstrip())
+            say(f"{run_lock.folder} has already finished: step {start.step}. {note}".rstrip())
             return
         if resume:
             start = prepare_folder(config, run_lock.folder, start)
@@ -156,7 +156,7 @@ def list_replayed(options: RlOptions) -> list[Path]:
     """The files of `--replay RUN/rollouts` in order; empty without the option. Raises UserError if there are none."""
     folder = options.replay
     if folder is not None and options.rollout_only:
-        raise UserError("--rollout-only makes rollouts, and --replay trains from those that are there: leave one out.")
+        raise UserError("--rollout-only makes rollouts, and --replay trains on existing ones: remove one of them.")
     return [] if folder is None else recorded_files(folder, "--replay")
 
 
@@ -178,7 +178,7 @@ def check_task(config: RlConfig) -> PretrainedConfig:
 
 
 def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> RlTask:
-    """Reads prompts, and loads rewards and environment. Raises UserError for anything that the user has to fix."""
+    """Reads prompts, and loads rewards and environment. Raises UserError for mistakes in the config, data or code."""
     vocabulary = check_task(config).vocab_size
     tokenizer = load_tokenizer(config.model.path)
     images = read_images(config.model.path, tokenizer, config.data)  # first, because it may set the chat template
@@ -187,12 +187,13 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> RlTask:
     prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary, images=images)
     if config.rollout.engine == "sglang" and any(prompt.images for prompt in prompts):
         raise UserError(
-            "rollout.engine=sglang takes no prompts with images in this version: set rollout.engine=vllm or embedded."
+            "rollout.engine=sglang does not support prompts with images in this version: set rollout.engine=vllm or "
+            "embedded."
         )
     stream = PromptStream(prompts, config.rl.prompts_per_step, config.train.seed, config.data.shuffle)
     held_out = read_held_out_prompts(config, tokenizer, vocabulary, images)
     ends = template_ends(tokenizer, read_encoding(config.data, tokenizer))
-    # A text that holds the template's end of turn was rendered with it before. Other texts end as documents do.
+    # A text that contains the template's end of turn was rendered with it before. Other texts end like documents.
     chats = agents is not None or any(
         p.messages is not None or not set(ends).isdisjoint(p.tokens) for p in (*prompts, *held_out.all())
     )
@@ -208,7 +209,9 @@ async def train(run: RlRun) -> None:
     run.show, run.restarts.show = progress.doing, progress.note
     async with AsyncExitStack() as opened:
         uploads = opened.enter_context(Uploads(config, run.run_lock.folder, resume=run.resume))
-        opened.push_async_exit(run.trainer_group.ending)  # runs before the uploads end: its last checkpoint is uploaded
+        opened.push_async_exit(
+            run.trainer_group.ending
+        )  # before the uploads end, so that its last checkpoint is uploaded
         switch, sampling, evaluator = await prepare(run, opened)
         note_rl_start(run)
         with recorder, StopSignals(_PROMISE) as signals, progress:
@@ -262,8 +265,8 @@ async def train(run: RlRun) -> None:
 
 
 def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config: RlConfig) -> float:
-    """Measures the seconds of a rollout step with this config, in a trial folder inside the run folder, which is
-    removed afterwards."""
+    """Measures the seconds of a rollout step with this config, in a trial folder inside the run folder. The trial
+    folder is removed afterwards."""
     trial = folder / "placement-trial"
     shutil.rmtree(trial, ignore_errors=True)
     config = replace(config, run=replace(config.run, dir=str(trial)))
@@ -281,7 +284,7 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
 
 
 async def timed(run: RlRun) -> float:
-    """The mean seconds of the plan's rollout steps, without the first, which includes start-up costs."""
+    """The mean seconds of the plan's rollout steps, without the first step, which includes start-up costs."""
     ends = []
     async with AsyncExitStack() as opened:
         switch, sampling, _ = await prepare(run, opened)
@@ -325,8 +328,8 @@ async def collect(run: RlRun) -> None:
     folder = display_name(str(run.run_lock.folder))
     say(
         f"done     {counted(number, 'rollout step')}, nothing trained: {folder}/rollouts",
-        f"next     weft rollouts {shlex.quote(folder)}  what was sampled, and how it was rewarded",
-        f"         weft rl ... --replay {shlex.quote(f'{folder}/rollouts')}  trains from these rollouts",
+        f"next     weft rollouts {shlex.quote(folder)}  samples and their rewards",
+        f"         weft rl ... --replay {shlex.quote(f'{folder}/rollouts')}  train on these rollouts",
     )
 
 
@@ -404,15 +407,15 @@ async def begin(
 
 
 def replay(run: RlRun) -> Callable[[int], Awaitable[RolloutStep]]:
-    """Returns a function that makes a rollout step from its file of RUN/rollouts. Samples and rewards are read;
-    everything else is computed again."""
+    """Returns a function that makes a rollout step from its file of RUN/rollouts. Samples and rewards are read from the
+    file; everything else is computed again."""
 
     async def make(number: int) -> RolloutStep:
         groups = read_rollouts(run.replayed[number - 1])
         if run.config.rl.agent is None and any(sample.branch for sample in samples_of(groups)):
             raise UserError(
-                f"--replay: {run.replayed[number - 1]} has episodes of an agent that are several documents, which not "
-                "every algorithm can train: set rl.agent as in the run that made them, so that this is checked."
+                f"--replay: {run.replayed[number - 1]} has agent episodes with several documents, which not every "
+                "algorithm supports: set rl.agent as in the run that made them, so that weft can check the algorithm."
             )
         for sample in samples_of(groups):
             sample.prompt = with_images(sample.prompt, run.task.prompts)
@@ -454,7 +457,7 @@ async def roll_out(run: RlRun, switch: DeviceSharing, sampling: SamplingParams, 
 
     with engine.clock.rollout():
         async with meter.shown(run.show):
-            # Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) judges groups by unshaped rewards.
+            # Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) compares groups by rewards before shaping.
             step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling, extra)
     shape_rewards(step.groups, run.config)
     if rl.agent is not None:
@@ -485,7 +488,7 @@ async def compute_advantages(run: RlRun, step: RolloutStep) -> None:
         rollout = run.config.rollout
         dtypes = [run.compute, run.compute if rollout.dtype == "auto" else rollout.dtype]
         require_parity(samples, run.version, f"rollout.engine={rollout.engine}", dtypes, rollout)
-    if fused:  # discard what a parity check read, so that checked steps train like the others
+    if fused:  # discard the outputs of a parity check, so that checked steps train like the others
         for sample in samples:
             sample.old_logprobs = None
     else:  # also sets old logprobs that were not recomputed, because advantages may read them
@@ -528,11 +531,11 @@ async def save(run: RlRun, recorder: RlRecorder, step: RolloutStep) -> list[str]
 
 
 def staleness(samples: Sequence[Sample], version: int, max_lag: int | None) -> dict[str, float]:
-    """Metrics of how many versions the weights that sampled a token lag behind `version`, the weights that are trained.
+    """Metrics of the lag, in versions, of the weights that sampled a token behind `version`, the trained weights.
     Raises RuntimeError if a lag exceeds `max_lag`."""
     lags = version - np.concatenate([sample.versions[sample.sampled] for sample in samples])
     if max_lag is not None and lags.max(initial=0) > max_lag:
-        raise RuntimeError(f"a sample is {lags.max()} versions older than what trains on it: more than {max_lag}")
+        raise RuntimeError(f"a sample is {lags.max()} versions older than the trained weights: more than {max_lag}")
     return {"staleness/mean": float(lags.mean()), "staleness/max": float(lags.max())} if len(lags) else {}
 
 

@@ -29,13 +29,13 @@ from weft.rl.rewards.base import Rewards
 from weft.rl.state import RlPlan, RlTask
 from weft.terminal import byte_count, counted, say_folded
 
-_LONGEST = 2000  # characters of the prompt that is shown
-_LONGEST_VALUE = 60  # characters of a value of a column
+_LONGEST = 2000  # characters of the prompt that are shown
+_LONGEST_VALUE = 60  # characters of a value of a column that are shown
 
 
 def dry_run(config: RlConfig, options: RlOptions) -> None:
-    """Prints the preview. Raises UserError for anything that the run would refuse at its start; prompts and rewards are
-    checked first."""
+    """Prints the preview. Raises UserError for every problem that the run would refuse at its start. Prompts and
+    rewards are checked first."""
     check_task(config)
     unread = why_unread(config)
     task = None if unread else read_task(config)
@@ -56,13 +56,13 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
     if environment is not None:
         lines.append(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
     if config.rl.agent is not None:
-        lines.append(f"agent    {config.rl.agent}, not run here; up to {config.rl.max_turns} calls in a run")
+        lines.append(f"agent    {config.rl.agent}, not run in a dry run; up to {config.rl.max_turns} calls in a run")
     say_folded([*lines, *([f"prompts  not read: {unread}"] if task is None else _task_lines(config, task, apart))])
 
 
 async def _try(rewards: Rewards, task: RlTask | None) -> list[str]:
-    """Import the reward functions, check that every prompt has the columns that they take, and call each once. Returns
-    what they returned."""
+    """Import the reward functions, check that every prompt has the columns that they need, and call each function once.
+    Returns their results."""
     async with rewards:
         if task is None:
             await rewards.start()
@@ -74,8 +74,8 @@ async def _try(rewards: Rewards, task: RlTask | None) -> list[str]:
 
 
 def _task_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
-    """Lines about the prompts: their number, the steps that they make, and the first as the model sees it. apart: why
-    a prompt is forwarded for each answer; empty if it is forwarded once."""
+    """Lines about the prompts: their number, the steps that they make, and the first prompt as the model receives it.
+    apart: the reason why a prompt is forwarded for each answer; empty if it is forwarded once."""
     plan, rl = RlPlan.from_config(config, task.stream), config.rl
     lines = [f"prompts  {task.prompts}", f"template {task.prompts.template_use()}"]
     lines += [f"held out {name or config.eval.path}: {len(prompts):,}" for name, prompts in task.held_out.named.items()]
@@ -90,13 +90,13 @@ def _task_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
     prompt = task.prompts[0]
     text = str(task.tokenizer.decode(list(prompt.tokens)))
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} characters more)"
-    lines.append(f"\nThe first prompt as the model sees it ({prompt.source}, {len(prompt.tokens)} tokens):\n")
+    lines.append(f"\nThe first prompt as the model receives it ({prompt.source}, {len(prompt.tokens)} tokens):\n")
     lines += [f"    {line}" for line in shown.split("\n")]
-    return [*lines, f"\nGiven to rewards beside it: {_columns(prompt)}"]
+    return [*lines, f"\nPassed to rewards in addition: {_columns(prompt)}"]
 
 
 def _sharing_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
-    """What a training step saves by forwarding a prompt once for all of its answers."""
+    """The saving of a training step that forwards a prompt once for all of its answers."""
     if apart:
         return [f"shared   nothing: every answer is forwarded with its prompt ({apart})"]
     prompts = sum(len(prompt.tokens) for prompt in task.prompts) / max(1, len(task.prompts))
@@ -104,7 +104,7 @@ def _sharing_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
     most, least = (1 - (prompts + group * n) / (group * (prompts + n)) for n in (answers / 10, answers))
     return [
         f"shared   a prompt of {prompts:,.0f} tokens on average is forwarded once for its {counted(group, 'answer')}: "
-        f"{least:.0%} of an update's tokens less if answers take all of rollout.max_new_tokens, {most:.0%} if a tenth"
+        f"{least:.0%} fewer tokens per update if answers have rollout.max_new_tokens, {most:.0%} if they have a tenth"
     ]
 
 
@@ -139,7 +139,7 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
 
 
 def _separate_rows(config: RlConfig, options: RlOptions) -> list[EngineRow]:
-    """The separate ranks of other models; with their memory, if they have devices of trainer ranks."""
+    """The separate ranks of other models, with their memory if they are on devices of trainer ranks."""
     rows = []
     lists, models = device_lists(config.cluster.devices), reward_models(config.rl.reward)
     for role, count in own_ranks(config).items():
@@ -152,7 +152,7 @@ def _separate_rows(config: RlConfig, options: RlOptions) -> list[EngineRow]:
             else:
                 engine = _MAKERS[role](config, ranks, weights=False)
             assert engine is not None
-            memory, some = engine.memory, f"on devices {show_devices(lists[device_role(role)])} alone"
+            memory, some = engine.memory, f"alone on devices {show_devices(lists[device_role(role)])}"
             rows.append(EngineRow(role, memory.weights, memory.gradients, memory.optimizer, memory.gathered, some))
     return rows
 
@@ -166,7 +166,7 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
     if rollout.engine in SERVERS:
         engine_size = counted(rollout.tp, "accelerator")
         engines = f"{rollout.num_engines} x {engine_size}" if rollout.num_engines else f"engines of {engine_size}"
-        note = f"{rollout.engine}: {engines}, of each as much as rollout.gpu_memory_utilization says"
+        note = f"{rollout.engine}: {engines}, each with the memory of rollout.gpu_memory_utilization"
         return EngineRow("rollout", note=note)
     separate = samples_separate(config.lora)
     cache = byte_count(cache_bytes(policy.built.config, size) * rollout.kv_cache_tokens)
@@ -177,8 +177,8 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
             else manifest_of(policy, policy.precision.compute)
         )
         copy = byte_count(sum(tensor.nbytes for tensor in manifest.values()))
-        return EngineRow("rollout", note=f"{rollout.num_engines} processes beside: {copy} each, and a cache")
+        return EngineRow("rollout", note=f"{rollout.num_engines} separate processes: {copy} each, and a cache")
     embedded = EmbeddedEngine(policy)
-    held = "a whole copy" if embedded.copies_base else "adapters, over the policy's own base"
-    note = f"{held}; beside it a cache of up to {cache} ({rollout.kv_cache_tokens:,} tokens)"
+    held = "a full copy" if embedded.copies_base else "adapters, with the policy's base"
+    note = f"{held}, and a cache of up to {cache} ({rollout.kv_cache_tokens:,} tokens)"
     return EngineRow("rollout", embedded.bytes, note=note)

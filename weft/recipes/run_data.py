@@ -41,7 +41,7 @@ from weft.recipes.evaluate import NO_HELD_OUT, HeldOut, read_held_out
 
 Config = TypeVar("Config", bound=SftConfig)
 OnProgress = Callable[[int, int], None]
-TRAINED = "training data"  # its name among the data sets of a run
+TRAINED = "training data"  # the name of this data set of a run
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class RunData:
 
     @property
     def data_sets(self) -> dict[str, Sequence[Document]]:
-        """All documents by name: those of training, and held-out ones by their source's name."""
+        """All documents by name: the training data, and held-out documents by their source's name."""
         return {TRAINED: self.documents, **self.held_out.documents}
 
     @property
     def digests(self) -> dict[str, str]:
-        """What tells these data from others."""
+        """Digests that identify the data."""
         return {TRAINED: self.report.digest, "documents of eval.path": self.held_out.digest}
 
 
@@ -89,7 +89,7 @@ def read_run_data(config: SftConfig, progress: OnProgress | None = None) -> RunD
 
 
 def dated(config: Config) -> Config:
-    """The config with today's date for chat templates, if it has none. A resumed run reads the first run's date from
+    """The config with today's date for chat templates, if it has no date. A resumed run reads the first run's date from
     RUN/config.yaml, so its data are the same."""
     day = config.data.template_date or datetime.date.today().isoformat()
     return replace(config, data=replace(config.data, template_date=day))
@@ -122,22 +122,22 @@ def read_data(
 
 
 def why_unread(config: SftConfig | RlConfig) -> str:
-    """Why a dry run cannot read the data: data or tokenizer are not on this machine yet. "" if it can."""
+    """Why a dry run cannot read the data: data or tokenizer are not on this machine yet. "" if it can read them."""
     paths = [config.data.path, *(source.path for source in config.data.sources or ())]
     paths += [config.eval.path, *(source.path for source in config.eval.sources or ())]
     if isinstance(config, SftConfig) and isinstance(config.eval.prompts, str):
         paths.append(config.eval.prompts)
     for path in paths:
         if path and is_url(path):
-            return f"{path} is on an object store, and a dry run fetches no data"
+            return f"{path} is on an object store, and a dry run downloads no data"
         if path and looks_like_hub_dataset(path) and not Path(path).exists():
             return f"{path} is on the hub, and a dry run downloads nothing"
     folder = Path(config.model.path)
-    if folder.is_dir() and not holds_weights(folder):  # yet to be downloaded
+    if folder.is_dir() and not holds_weights(folder):  # the model is not downloaded yet
         try:
             load_tokenizer(config.model.path)
         except UserError:
-            return f"there is no tokenizer in {folder} yet"
+            return f"{folder} contains no tokenizer yet"
     return ""
 
 

@@ -23,8 +23,8 @@ from weft.launch import flight
 from weft.observe.folder import SAMPLES
 from weft.terminal import byte_count
 
-_PRINTED = 3  # answers that are printed in an evaluation
-_TOKENS = 8_192  # capacity of the copy's KV cache, which is in memory beside the training state
+_PRINTED = 3  # number of answers that are printed in an evaluation
+_TOKENS = 8_192  # capacity of the copy's KV cache, which needs memory in addition to the training state
 _WIDTH = 100  # characters of a prompt, and of an answer, that are printed
 
 
@@ -40,11 +40,11 @@ class EvalPrompts:
 
 
 class Sampler:
-    """Samples the model's answers. The prompts are distributed over the ranks; a rank with prompts holds a full copy of
+    """Samples the model's answers. The prompts are distributed over the ranks. A rank with prompts has a full copy of
     the model while it answers."""
 
     def __init__(self, config: SftConfig, engine: Engine, questions: EvalPrompts, folder: Path) -> None:
-        """Raises UserError if a copy of the model does not fit into memory beside the training state."""
+        """Raises UserError if a copy of the model does not fit into memory in addition to the training state."""
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
         self.ends = tuple(questions.ends)
@@ -54,8 +54,8 @@ class Sampler:
         if needed > room:
             raise UserError(
                 f"eval.prompts: each rank that answers needs a copy of the model, {byte_count(needed)}, but only "
-                f"{byte_count(max(0, room))} are free beside the training state. "
-                f"{self.embedded.smaller()}Leave eval.prompts out."
+                f"{byte_count(max(0, room))} are free in addition to the training state. "
+                f"{self.embedded.smaller()}Remove eval.prompts."
             )
 
     def __call__(self, step: int) -> list[str]:
@@ -79,11 +79,11 @@ class Sampler:
 
     def _answer(self, numbers: Sequence[int], step: int) -> dict[int, dict[str, Any]]:
         """Number of each prompt in `numbers` -> its line of samples.jsonl."""
-        # A sampled image token ends an answer: there is no image for it, and a forward of the row would fail.
+        # A sampled image token ends an answer, because it has no image, and a forward of the row would fail.
         ends = (*self.ends, *self.placeholders)
         sampling = SamplingParams(self.config.max_new_tokens, self.config.temperature, ends=ends)
         prompts = {number: self.questions.prompts[number] for number in numbers}
-        # Seeds that training does not use, so that an evaluation does not change the training run.
+        # Training does not use these seeds, so an evaluation does not change the training run.
         requests = [
             Request(
                 f"eval.prompts {number}",
@@ -112,6 +112,6 @@ class Sampler:
 
 
 def _short(text: str) -> str:
-    """The text on one line of at most _WIDTH characters, without characters that control a terminal."""
+    """The text on one line of at most _WIDTH characters, without terminal control characters."""
     text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."

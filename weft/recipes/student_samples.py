@@ -1,7 +1,7 @@
-"""Answers that the student samples during distillation: distill.on_policy (GKD, arXiv:2306.13649, its lambda).
+"""Answers that the student samples during distillation: distill.on_policy (lambda of GKD, arXiv:2306.13649).
 
-What is sampled depends on train.seed, the step, the document's place in it and the weights, so that a resumed run
-samples what the unbroken one would have.
+The samples depend on train.seed, the step, the document's index in it and the weights, so a resumed run samples the
+same answers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from weft.inference.embedded import EmbeddedEngine
 from weft.launch import flight
 from weft.terminal import byte_count
 
-_TOKENS = 8_192  # capacity of the copy's KV cache, which is in memory beside the training state
+_TOKENS = 8_192  # capacity of the copy's KV cache, which needs memory in addition to the training state
 
 
 class StudentSampler:
     """Samples the answers of a share of a step's documents from the student's current weights. The prompts are
-    distributed over the ranks; a rank with prompts holds a full copy of the model while it samples."""
+    distributed over the ranks. A rank with prompts has a full copy of the model while it samples."""
 
     def __init__(self, config: DistillConfig, engine: Engine, ends: Sequence[int]) -> None:
-        """ends: tokens that end an answer. Raises UserError if the student takes images, or if a copy does not fit."""
+        """ends: tokens that end an answer. Raises UserError if the student accepts images, or if a copy does not
+        fit."""
         self.config, self.engine, self.ends = config, engine, tuple(ends)
         self.limit, _ = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
         if engine.built.vision is not None:
             raise UserError(
-                "distill.on_policy: a student that takes images does not sample in this version: set "
+                "distill.on_policy: a student that accepts images does not sample in this version: set "
                 "distill.on_policy=0."
             )
         self.embedded = EmbeddedEngine(engine, max_tokens=max(_TOKENS, self.limit))
         needed, room = self.embedded.bytes, engine.room - engine.memory.resident
         if needed > room:
             raise UserError(
-                f"distill.on_policy: each rank needs a copy of the student that samples, {byte_count(needed)}, but "
-                f"only {byte_count(max(0, room))} are free beside the training state. {self.embedded.smaller()}Use "
-                "more ranks, or set distill.on_policy=0."
+                f"distill.on_policy: each rank needs a copy of the student for sampling, {byte_count(needed)}, but "
+                f"only {byte_count(max(0, room))} are free in addition to the training state. "
+                f"{self.embedded.smaller()}Use more ranks, or set distill.on_policy=0."
             )
 
     def __call__(self, step: int, documents: Sequence[Document]) -> list[Document]:
-        """The documents of the step, some with a sampled answer in place of their last one. Collective."""
+        """The documents of the step. In some of them a sampled answer replaces the last answer. Collective."""
         flight.enter("sample")
         ranks, seed, out = self.engine.ranks, self.config.train.seed, list(documents)
         chosen = chosen_of_step(seed, step, len(out), self.config.distill.on_policy)
@@ -84,7 +85,8 @@ class StudentSampler:
 
 
 def chosen_of_step(seed: int, step: int, documents: int, share: float) -> list[int]:
-    """The places of a step whose answers are sampled, ascending: a share of them, on average exactly; pure."""
+    """The ascending indices of the documents of a step whose answers are sampled: exactly this share on average. A pure
+    function."""
     generator = np.random.default_rng([seed, step])
     count = int(share * documents + generator.random())
     return sorted(generator.permutation(documents)[:count].tolist())

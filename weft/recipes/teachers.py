@@ -1,4 +1,4 @@
-"""The teachers of `weft distill`, as distill.teacher and distill.teachers name them."""
+"""The teachers of `weft distill`, set by distill.teacher and distill.teachers."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from weft.recipes.remote_teachers import HEADS, RemoteTeacher, RemoteTeachers, T
 from weft.recipes.run_data import TRAINED, RunData
 from weft.terminal import byte_count, counted
 
-# Teachers that are no models beside the student, as messages name them.
+# Descriptions of teachers that are not separate models, for messages.
 _ELSEWHERE = {
     BASE: "the base under the adapters", AVERAGE: "the average of the student's weights", DATA: "lists in the data",
 }  # fmt: skip
 
 
 class Teachers(FrozenReadings):
-    """The opened teachers of a run: which each document has, what they read of it, and their heads.
+    """The opened teachers of a run: the teacher of each document, the teachers' outputs, and their heads.
 
-    heads: of each teacher, on ranks that compute the loss. A loss may keep this list: `read` fills it anew where the
-    teacher's weights move.
+    heads: of each teacher, on ranks that compute the loss. A loss may store this list: `read` updates it if the
+    teacher's weights change.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Teachers(FrozenReadings):
         progress: Progress | None = None,
         side: FrozenSide | None = None,
     ) -> None:
-        """side: of teachers on ranks of their own. Collective."""
+        """side: the side of teachers on separate ranks. Collective."""
         self.config, self.student, self.data = config, student, data
         self.remote = None if side is None else RemoteTeachers(side, student, teacher_models(config))
         remote = {} if self.remote is None else self.remote.heads(student)
@@ -77,9 +77,9 @@ class Teachers(FrozenReadings):
         local: Mapping[int, Document],
         documents: Sequence[Document] | None = None,
     ) -> dict[int, Document]:
-        """This rank's documents with what their teachers read. name, indices: the data set, and which of its documents
-        a step has. plan, local: the step's, and this rank's documents. documents: the step's, where their answers are
-        not those of the data. Collective."""
+        """This rank's documents with their teachers' outputs. name, indices: the data set, and the step's documents in
+        it. plan, local: the step's plan, and this rank's documents. documents: the step's documents, if their answers
+        are not those of the data. Collective."""
         flight.enter("teacher")
         documents = documents or choose(self.data.data_sets[name], indices)
         if self.config.distill.teacher == AVERAGE:
@@ -96,7 +96,7 @@ class Teachers(FrozenReadings):
             self.remote.announce(TRAINED, step.indices, step.plan, chosen)
 
     def lines(self) -> list[str]:
-        """What the opening says of each on these ranks."""
+        """The opening's line about each teacher on these ranks."""
         return [_line(source, self.data) for source in self.sources if not isinstance(source, RemoteTeacher)]
 
     def _fill_heads(self) -> None:
@@ -104,7 +104,7 @@ class Teachers(FrozenReadings):
 
 
 class TeacherRanks(ModelRanks):
-    """The ranks of teacher.ranks, which have the teachers that are models."""
+    """The ranks of teacher.ranks, which run the teachers that are models."""
 
     def __init__(self, config: DistillConfig) -> None:
         super().__init__(config)
@@ -131,12 +131,12 @@ class TeacherRanks(ModelRanks):
 
 
 def teacher_models(config: DistillConfig) -> dict[int, str]:
-    """The teachers that are models beside the student, by their number in distill.named."""
+    """The teachers that are models separate from the student, by their number in distill.named."""
     return {number: name for number, name in enumerate(config.distill.named) if is_opened(name)}
 
 
 def chosen_teachers(config: DistillConfig, data: RunData, name: str, indices: Sequence[int]) -> list[int] | None:
-    """The number in distill.named of the teacher of each of these documents of a data set; None if there is one."""
+    """The number in distill.named of the teacher of each of these documents; None if there is only one teacher."""
     distill, documents = config.distill, data.data_sets[name]
     if distill.teachers is None:
         return None
@@ -148,14 +148,14 @@ def chosen_teachers(config: DistillConfig, data: RunData, name: str, indices: Se
 
 
 def check_teachers(config: DistillConfig) -> None:
-    """Raises UserError for a teacher with another tokenizer than the student's."""
+    """Raises UserError if a teacher and the student have different tokenizers."""
     for path in teacher_paths(config):
         key = "distill.teacher" if config.distill.teachers is None else "distill.teachers"
         check_same_tokenizer(config.model.path, path, key)
 
 
 def dry_run_line(config: DistillConfig) -> str:
-    """What a dry run says of the teachers."""
+    """The dry run's line about the teachers."""
     return f"teacher  {', '.join(_ELSEWHERE.get(name, name) for name in config.distill.named)}"
 
 
@@ -165,9 +165,9 @@ def open_teachers(
     progress: Progress | None = None,
     remote: Mapping[int, RemoteTeacher] = {},
 ) -> list[TeacherSource]:
-    """The teachers of a student's engine, in order. With distill.cache=disk what they read is kept, and one is opened
-    when it is needed. remote: those on ranks of their own, by number. Raises UserError if nothing can be kept.
-    Collective."""
+    """The teachers of a student's engine, in order. With distill.cache=disk their outputs are stored, and a teacher is
+    opened only when it is needed. remote: teachers on separate ranks, by number. Raises UserError if outputs cannot be
+    stored. Collective."""
     if config.distill.cache != "disk":
         return [
             remote[number] if number in remote else open_teacher(config, name, student, progress)
@@ -175,19 +175,19 @@ def open_teachers(
         ]
     if student.built.vision is not None:
         raise UserError(
-            "distill.cache is disk, but the student takes images, whose hidden states are not kept: set "
-            "distill.cache=off."
+            "distill.cache is disk, but the student accepts images, and the cache does not store hidden states of "
+            "images: set distill.cache=off."
         )
     if config.distill.teacher == BASE:
         raise UserError(
-            "distill.cache is disk, but distill.teacher=base is in memory anyway: set distill.cache=off, or "
+            "distill.cache is disk, but distill.teacher=base is always in memory: set distill.cache=off, or "
             "distill.teacher to model.path."
         )
     return [open_cached_teacher(config, name, student, progress) for name in config.distill.named]
 
 
 def open_teacher(config: DistillConfig, name: str, student: Engine, progress: Progress | None = None) -> TeacherSource:
-    """A teacher of a student's engine. name: as distill.teacher. Collective."""
+    """A teacher of a student's engine. name: the value of distill.teacher. Collective."""
     if name in (BASE, AVERAGE):
         return Teacher(student, "base" if name == BASE else "average")
     if name == DATA:
@@ -202,7 +202,7 @@ def open_teacher(config: DistillConfig, name: str, student: Engine, progress: Pr
 def open_cached_teacher(
     config: DistillConfig, name: str, student: Engine, progress: Progress | None = None
 ) -> TeacherSource:
-    """As open_teacher, with what it reads below distill.cache_dir, in a folder named by a digest of its weights and
+    """Like open_teacher, with outputs stored below distill.cache_dir, in a folder named by a digest of its weights and
     dtype, or of a server's URL and model."""
     distill = config.distill
     if name == DATA:
@@ -226,9 +226,9 @@ def _line(teacher: TeacherSource, data: RunData) -> str:
     if isinstance(teacher, CachedTeacher):
         tokens = data.report.loss_tokens + sum(report.loss_tokens for report in data.held_out.reports.values())
         size, folder = byte_count(tokens * teacher.cache.row_bytes), teacher.cache.folder
-        return f"cache    what the teacher reads, in {folder}: {tokens:,} trained tokens would take {size}"
+        return f"cache    the teacher's outputs, in {folder}: {tokens:,} trained tokens would need {size}"
     if isinstance(teacher, ServedTeacher):
-        return f"teacher  {teacher.model} at {teacher.url}: its {teacher.top_k} likeliest tokens, and a tail"
+        return f"teacher  {teacher.model} at {teacher.url}: its {teacher.top_k} most likely tokens, and a tail"
     if not isinstance(teacher, Teacher):
         widths = data.documents.widths if isinstance(data.documents, Documents) else np.zeros(0, np.int32)
         return f"teacher  lists in the data, of up to {widths.max(initial=0)} tokens, and a tail"
@@ -238,9 +238,9 @@ def _line(teacher: TeacherSource, data: RunData) -> str:
 
 
 def _model_line(engine: Engine, ranks: int = 0) -> str:
-    """What the opening says of a teacher that is a model. ranks: of its own, if it has any."""
+    """The opening's line about a teacher that is a model. ranks: number of its separate ranks, if any."""
     dtype = str(engine.precision.compute).removeprefix("torch.")
     kind = engine.module.facts.model_type
     width = engine.built.config.get_text_config().hidden_size
-    where = f", on {counted(ranks, 'rank')} of its own" if ranks else ""
+    where = f", on {counted(ranks, 'separate rank')}" if ranks else ""
     return f"teacher  {engine.config.model.path} ({kind}, width {width}, {dtype}){where}: {engine.memory}"

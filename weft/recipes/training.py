@@ -1,4 +1,5 @@
-"""The loop that `weft sft` and other commands share: `run` and `train`. What a command adds is a Recipe (recipe.py)."""
+"""The loop that `weft sft` and other commands share: `run` and `train`. A Recipe is a command's addition
+(recipe.py)."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
     hf.import_architectures(config.model.imports, config.model.path)
     config = config if options.dry_run else dated(config)
     config, choice = with_chosen_recompute(config, options.world, options.device, accelerator(options.assume))
-    # Errors in the objective and the optimizer are reported before the data are read, which may take long.
+    # Errors in the loss and the optimizer are reported before the data is read, which may take long.
     recipe = kind(config, hooks)
     check_installed(config.track)
     if options.dry_run:
@@ -106,7 +107,7 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
                         EngineConfig.from_config(config),
                         ranks,
                         progress=progress,
-                        fill=start.state is None,  # a checkpoint fills it otherwise
+                        fill=start.state is None,  # otherwise a checkpoint fills it
                         readouts=recipe.objective.readouts,
                     )
                 for documents in data.data_sets.values():
@@ -133,7 +134,7 @@ def train(
     *,
     resume: bool = False,
 ) -> None:
-    """The training loop; it always saves the last weights. Raises StoppedError if a signal ended the run early."""
+    """The training loop. It always saves the last weights. Raises StoppedError if a signal ended the run early."""
     phases.add(start.seconds)
     config, objective, on_step = recipe.config, recipe.objective, recipe.hooks.on_step
     steps, updates, stop = make_steps(config, data.documents), start.updates, 0
@@ -206,8 +207,8 @@ def train(
     flight.enter("upload")
     say_all(uploads.finish(bool(stop), flight.recorder.beat))
     if stop:
-        # Ranks that a signal ends have a nonzero status. Launchers take the first such end for a failure and kill the
-        # others (torchrun; srun with KillOnBadExit), so all ranks wait until the first rank has written everything.
+        # Ranks that a signal ends have a nonzero status. Launchers treat the first such end as a failure and kill the
+        # others (torchrun; srun with KillOnBadExit), so all ranks wait until the first rank has written its files.
         max_over_ranks([0.0], engine.mesh.world_group, engine.device)
     if stopped is not None:
         if engine.ranks.is_first:
@@ -227,7 +228,7 @@ def prepare_step(
     announce: Callable[[PreparedStep], None] = lambda step: None,
 ) -> PreparedStep:
     """Plans a step and lays out this rank's rows. Builds only the documents of these rows, and uses no device. ahead:
-    whether rows are built now, or on access. announce: FrozenReadings.announce."""
+    whether rows are built now, or when they are accessed. announce: FrozenReadings.announce."""
     chosen = choose(documents, step.documents)
     plan, local = engine.plan_step(chosen)
     rows = engine.rows(plan, local, objective, step.number)
@@ -243,7 +244,8 @@ def take_step(
     lr: float,
     before: Callable[[PreparedStep], PreparedStep] = lambda step: step,
 ) -> StepOutcome:
-    """Waits until the rows are built, then takes one step. before: Recipe.before_step. seconds: of all this."""
+    """Waits until the rows are built, then runs one step. before: Recipe.before_step. seconds: of this complete
+    call."""
     began = time.perf_counter()
     step = before(prepared.result())
     metrics, result = engine.step(step.plan, step.rows, objective, lr)

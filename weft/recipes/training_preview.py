@@ -31,20 +31,20 @@ from weft.recipes.recipe import Recipe
 from weft.recipes.run_data import RunData, make_steps, why_unread
 from weft.terminal import byte_count, say_folded
 
-_MAX_BYTES = 256 << 20  # of data that a dry run reads; tokenising more takes minutes
+_MAX_BYTES = 256 << 20  # of data that a dry run reads; tokenising more would take minutes
 
 
 def dry_run(recipe: Recipe[Any], options: TrainOptions, *choices: str) -> None:
-    """Prints the preview. choices: lines about what was chosen for the run. Raises UserError for anything that the run
-    would refuse at its start; data are checked first."""
+    """Prints the preview. choices: lines about choices that were made for the run. Raises UserError for every problem
+    that the run would refuse at its start. Data are checked first."""
     config = recipe.config
     unread, data = why_unread(config), None
     if not unread:
         size = sum(part.size for source in open_data(config.data) for part in source.parts)
         if size > _MAX_BYTES:
             unread = (
-                f"they have {byte_count(size)}, and a dry run reads up to {byte_count(_MAX_BYTES)}; `weft data "
-                "preview` reads all of them, or with --sample a part"
+                f"it has {byte_count(size)}, and a dry run reads up to {byte_count(_MAX_BYTES)}; `weft data "
+                "preview` reads all of it, or with --sample a part"
             )
     if not unread:
         with loading(label="tokenising") as progress:
@@ -90,16 +90,16 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions, *choices: str) -> None:
 
 
 def _time(config: SftConfig, options: TrainOptions, mesh: MeshSizes, steps: StepSampler, data: RunData) -> str:
-    """The estimated time of all optimizer steps, or why there is none: the first step's time, scaled by the tokens of
-    each step."""
+    """The estimated time of all optimizer steps, or why there is no estimate. It is the first step's time, scaled by
+    the tokens of each step."""
     device = accelerator(options.assume)
     if device is None and (own_device := choose_device(options.device, 0)).type == "cuda":
         properties = torch.cuda.get_device_properties(own_device)
         device = known_accelerator(properties.name, properties.total_memory)
     if device is None:
-        return "not estimated: the rates of this device are unknown; --assume h100-80gb takes those of an H100"
+        return "not estimated: the rates of this device are unknown; --assume h100-80gb uses those of an H100"
     if isinstance(data.documents, MeasuredDocuments) and data.documents.measures().patches.any():
-        return "not estimated: weft plan counts no images"
+        return "not estimated: weft plan does not count images"
     lengths = lengths_of(data.documents)
     tokens = [sum(lengths[index] for index in step.documents) for step in islice(steps, steps.in_epoch)]
     model = Blueprint(EngineConfig.from_config(config), "cpu", device)

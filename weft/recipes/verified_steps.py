@@ -1,5 +1,5 @@
-"""A recipe's steps of synthetic documents, which `weft verify` compares: planned, read by frozen models and laid out as
-in the loop of training.py."""
+"""A recipe's steps of synthetic documents, which `weft verify` compares. They are planned, passed through frozen models
+and laid out as in the loop of training.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RecipeSteps:
     """The mesh's side of a recipe's training (verify/training.py:PreparedSteps).
 
     documents: the data set. counts: the number of documents of each step. paired: whether the documents of a step are
-    pairs, of which one fits into the rows of the first of `short`; into those of the last one document fits.
+    pairs. A pair fits into the rows of the first entry of `short`; only one document fits into those of the last entry.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RecipeSteps:
         cut_documents(engine, max(lengths_of(documents)), metadata)
         rooms = [meta.room for meta in metadata[: counts[0]]]
         self.short = [max(rooms) + 1]
-        if paired and engine.context is None:  # rows that a document is cut over have no room for a pair
+        if paired and engine.context is None:  # rows over which a document is split have no room for a pair
             self.short.insert(0, max(map(sum, zip(rooms[::2], rooms[1::2], strict=True))) + 1)
 
     def indices(self, number: int) -> list[int]:

@@ -73,14 +73,14 @@ from weft.verify.score_check import score_figures, with_room_to_verify
 from weft.verify.show import print_verdict
 from weft.verify.training import disturb_weights
 
-# Adam divides each element by its own size. With a smaller epsilon, the rounding of a gradient near zero becomes a full
-# step, in the reference as in the engine, and would dominate the comparison of weights.
+# Adam divides each element by its magnitude. With a smaller epsilon, the rounding of a gradient near zero becomes a
+# full update, in the reference and in the engine, and would dominate the comparison of weights.
 EPSILON = 1e-5
-LEARNING_RATE = 1e-3  # the updates of a smaller one would be lost in the rounding of the weights
+LEARNING_RATE = 1e-3  # the rounding of the weights would hide the updates of a smaller rate
 Config = TypeVar("Config", SftConfig, RlConfig)
-# Peak memory, as multiples of the fp32 weights. In the host's memory: the reference and the results of both sides
-# (measured with one rank), and the records of each further rank. On an accelerator: the training reference, whose
-# optimizer has two states, and a copy of its gradients, beside the engine.
+# Peak memory, as multiples of the fp32 weights. In host memory: the reference and the results of both sides (measured
+# with one rank), and the records of each further rank. On an accelerator: the training reference, whose optimizer has
+# two states, and a copy of its gradients, in addition to the engine.
 COPIES = 24
 COPIES_OF_A_RANK = 5
 COPIES_IN_DOUBLE = 4  # added if the reference also trains in fp64
@@ -90,8 +90,8 @@ RL_COPIES = 30  # for RL: with a reference, a critic, and the plain side twice
 
 @dataclass(frozen=True)
 class VerifiedModel:
-    """The model that is verified. path: a HuggingFace directory with weights. words: its description for the output.
-    cut: whether it has fewer layers than the user's model."""
+    """The verified model. path: a HuggingFace directory with weights. words: its description for the output. cut:
+    whether it has fewer layers than the user's model."""
 
     path: str
     words: str
@@ -111,8 +111,8 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
             except UserError as error:
                 if subject.cut:
                     raise UserError(
-                        f"{error}\nThe verified model is {subject.words}. If the whole model has the parts that the "
-                        "config names, give --layers a number that reaches them, or verify without that key."
+                        f"{error}\nThe verified model is {subject.words}. If the config's names exist in deeper "
+                        f"layers of the complete model, raise --layers, or verify without the key."
                     ) from error
                 raise
         answer = [verdict is None or verdict.passed]
@@ -123,29 +123,28 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
 
 
 def require_packages(path: str) -> None:
-    """Raise UserError if transformers, which the reference is, cannot read the files."""
+    """Raise UserError if transformers, which computes the reference, cannot read the files."""
     method = (getattr(hf.read_config(path), "quantization_config", None) or {}).get("quant_method")
     missing = [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]
     if method == "bitsandbytes" and missing:
         raise UserError(
-            f"model.path: {path} is quantised by bitsandbytes. weft trains it without that package, but transformers, "
-            f"with which weft verify compares, cannot read it: pip install {' '.join(missing)}."
+            f"model.path: {path} is quantised by bitsandbytes. weft trains it without that package, but weft verify "
+            f"compares with transformers, which needs it to read the files: pip install {' '.join(missing)}."
         )
 
 
 def compute_in_fp32() -> None:
-    """Turns TF32 off, in matrix products and in cuDNN's convolutions (of state mixers), where it is the default.
+    """Turns off TF32, in matmuls and in cuDNN's convolutions (of state mixers), where it is the default.
 
-    This uses torch's older switches, which do not warn in versions 2.11 to 2.15. After the newer ones (fp32_precision)
-    have been used for cuDNN, torch's own code that reads the older ones raises.
+    This uses torch's older switches, which do not warn in versions 2.11 to 2.15. After the newer switches
+    (fp32_precision) have been used for cuDNN, torch's own code that reads the older ones raises.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
 
 def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict in fp32, and in the configured dtypes if they are others (narrow.py); None except on the first
-    rank."""
+    """The verdict in fp32, and in the configured dtypes if they differ (narrow.py); None except on the first rank."""
     exact = verified_config(config, subject.path)
     objective = None if config.train.loss is None else choose_objective(config.train.loss)
     engine = Engine(EngineConfig.from_config(exact), ranks, readouts=() if objective is None else objective.readouts)
@@ -174,8 +173,8 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
 
 
 def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
-    """A line for each feature of the config that rounds, with what it is compared with. steps: whether compare_steps
-    compares steps with masters in bf16."""
+    """A line for each feature of the config that rounds, and the computation with which it is compared. steps: whether
+    compare_steps compares steps with master weights in bf16."""
     master, base = DTYPES[config.fsdp.master_dtype], config.lora.base
     same = "compared with one process that rounds in the same way"
     lines = [
@@ -183,10 +182,12 @@ def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
         for part in lossy_parts(config.optimizer, master if steps else torch.float32)
     ]
     if not steps and master == torch.bfloat16:
-        lines.append("lossy    masters in bf16: not exact; compared by `weft verify` with a config of sft, not here")
+        lines.append(
+            "lossy    master weights in bf16: not exact; `weft verify` compares them only with a config of sft"
+        )
     if config.model.transforms:
         here = "layers and model compared with plain ones that round in the same way"
-        there = "compared by `weft verify` with a config of sft, not here"
+        there = "`weft verify` compares them only with a config of sft"
         lines.append(f"lossy    'model.transforms=[fp8]': not exact; {here if steps else there}")
     if config.lora.on and base != "compute":
         lines.append(f"lossy    lora.base={base}: not exact; compared with peft over a base rounded in the same way")
@@ -194,10 +195,10 @@ def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
 
 
 def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict for reinforcement learning, in fp32 only: updates of the configured algorithm from given rollouts."""
+    """The verdict for reinforcement learning, only in fp32: updates of the configured algorithm from given rollouts."""
     exact: RlConfig = verified_config(config, subject.path)
     model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # `check` verifies that loss
-    critic = replace(exact.critic, lr=exact.optimizer.lr)  # the rates are multiples of it
+    critic = replace(exact.critic, lr=exact.optimizer.lr)  # the rates are multiples of this one
     reference, teacher = replace(exact.reference, param_dtype=None), replace(exact.teacher, param_dtype=None)
     if critic.ranks is not None:  # models with separate ranks are verified in the policy's ranks
         critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
@@ -218,14 +219,14 @@ def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyO
 
 
 def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict of `check`, and training by distillation's loss, against full logits."""
+    """The verdict of `check`, and training by distillation's loss, compared with full logits."""
     exact: DistillConfig = verified_config(config, subject.path)
-    exact = replace(exact, teacher=replace(exact.teacher, param_dtype=None))  # the student's
+    exact = replace(exact, teacher=replace(exact.teacher, param_dtype=None))  # null: the student's dtype
     recipe, distill = Distillation(exact), exact.distill
     engine = Engine(EngineConfig.from_config(_without_balance(exact)), ranks)
     special, _ = special_ids(engine, subject.path)
     steps = awkward_steps(hf.vocabulary_size(subject.path), special=special)
-    if distill.teacher == AVERAGE:  # which moves with each update
+    if distill.teacher == AVERAGE:  # it changes with each update
         steps = steps[:1]
     drawn = DrawnLists(hf.vocabulary_size(subject.path))
     is_listed = [name == DATA or is_served(name) for name in distill.named]
@@ -243,7 +244,7 @@ def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, option
         steps, images, _ = steps_for(engine, subject.path, steps)
         remark = ", with images"
     elif takes_images(engine):
-        remark = ", without images, which a teacher does not take"
+        remark = ", without images, which a teacher does not accept"
     plain = PlainTeachers(named, [[index % len(teachers) for index in range(len(step))] for step in steps])
     figures, worst = verify_distillation(
         engine, subject.path, steps, recipe.objective, teachers, plain, distill, LEARNING_RATE, images
@@ -271,12 +272,12 @@ def check_reward(config: Any, subject: VerifiedModel, ranks: Ranks, options: Ver
 
 
 def _without_balance(config: Config) -> Config:
-    """Without the auxiliary loss of experts, which `check` verifies."""
+    """The config without the auxiliary loss of experts, which `check` verifies."""
     return replace(config, model=replace(config.model, router_aux_loss="none", router_aux_loss_coef=None))
 
 
 def _joined(verdict: Verdict | None, figures: Sequence[Figure], worst: Sequence[Figure], remark: str) -> Verdict | None:
-    """The verdict of `check` behind the figures of a loss; None except on the first rank."""
+    """The verdict of `check`, followed by the figures of a loss; None except on the first rank."""
     if verdict is None:
         return None
     remarks, most = [*verdict.remarks, remark], worst_five([*worst, *verdict.worst])
@@ -284,11 +285,11 @@ def _joined(verdict: Verdict | None, figures: Sequence[Figure], worst: Sequence[
 
 
 def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict of `check`, and training by the losses of preferences, with the reference, pair by pair."""
+    """The verdict of `check`, and training by preference losses, with the reference, pair by pair."""
     exact: DpoConfig = verified_config(config, subject.path)
-    exact = replace(exact, reference=replace(exact.reference, param_dtype=None))  # the trained model's
+    exact = replace(exact, reference=replace(exact.reference, param_dtype=None))  # null: the trained model's dtype
     with scratch_folder() as cache:
-        if exact.preference.cache == "disk":  # a new one, which is written and read
+        if exact.preference.cache == "disk":  # a new cache, which is written and read
             exact = replace(exact, data=replace(exact.data, cache=str(cache)))
         engine = Engine(EngineConfig.from_config(_without_balance(exact)), ranks)
         steps, images = awkward_preferences(engine, subject.path, hf.vocabulary_size(subject.path), exact)
@@ -327,7 +328,7 @@ def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options
 def _with_lossy_steps(
     verdict: Verdict | None, config: Any, exact: Any, subject: VerifiedModel, ranks: Ranks, steps: Sequence[Step]
 ) -> Verdict | None:
-    """The verdict, with figures of the optimizer's steps from equal gradients, if something in a step is rounded."""
+    """The verdict, with figures of the optimizer's steps from equal gradients, if a step rounds something."""
     fsdp = replace(exact.fsdp, master_dtype=config.fsdp.master_dtype)
     if not rounds_steps(exact.optimizer, DTYPES[fsdp.master_dtype]):
         return verdict
@@ -341,8 +342,8 @@ CHECKS = {"rl": check_rl, "dpo": check_preferences, "distill": check_distillatio
 
 def verified_config(config: Config, path: str) -> Config:
     """The user's config in fp32, with the weights at `path`, no dropout, no noise on embeddings, and an optimizer that
-    does not amplify rounding. model.attention becomes auto, because the configured kernel may support 16-bit types
-    only. Transforms are left out, because they are not exact."""
+    does not amplify rounding. model.attention becomes auto, because the configured kernel may support only 16-bit
+    types. Transforms are omitted, because they are not exact."""
     optimizer: Any = replace(_with_larger_eps(config.optimizer), load_state=False)
     return replace(
         config,
@@ -355,7 +356,7 @@ def verified_config(config: Config, path: str) -> Config:
 
 
 def _with_larger_eps(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """With EPSILON in place of a smaller one, where the optimizer has one number of that name."""
+    """The optimizer with EPSILON instead of a smaller epsilon, if it has a single number of that name."""
     if optimizer.name in ("adamw", "muon"):
         return replace(optimizer, eps=max(optimizer.eps, EPSILON), muon_dtype="fp32")
     if optimizer.name == "sgd":
@@ -368,17 +369,17 @@ def _with_larger_eps(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> VerifiedModel:
-    """The user's own weights, or a copy with random weights. The copy has fewer layers with --layers, or if the
-    reference would not fit into memory. folder: where the copy is written; the first rank's is used. Collective."""
+    """The user's weights, or a copy with random weights. The copy has fewer layers with --layers, or if the reference
+    would not fit into memory. folder: where the copy is written; the first rank's is used. Collective."""
     layers = options.layers
     fits = [_fits(config, ranks)]
-    dist.broadcast_object_list(fits, src=0, group=ranks.group)  # each rank may see other free memory
+    dist.broadcast_object_list(fits, src=0, group=ranks.group)  # the free memory may differ between ranks
     if layers is None and not fits[0]:
         # Each pipeline stage of the model, its reference and its critic needs at least one layer.
         roles = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
         layers = max(2, config.mesh.pp, *(pp or 1 for pp in roles))
     if layers is None and config.model.init == "pretrained" and config.model.dcp_weights is None:
-        return VerifiedModel(config.model.path, f"{config.model.path}, its own weights")
+        return VerifiedModel(config.model.path, f"{config.model.path}, with its weights")
     shape = hf.read_config(config.model.path)
     words = f"{config.model.path}, random weights"
     if layers is not None:
@@ -399,7 +400,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
 
 
 def _fits(config: SftConfig | RlConfig, ranks: Ranks) -> bool:
-    """Whether the reference fits on this rank's device, and all compared tensors into the host's memory."""
+    """Whether the reference fits on this rank's device, and all compared tensors into host memory."""
     shape = hf.without_noise(hf.read_config(config.model.path))
     model = hf.build_meta(shape, dtype=torch.float32, attention="eager")
     weights = sum(p.numel() for p in model.parameters()) * 4
