@@ -509,13 +509,13 @@ def test_export_writes_the_masters_in_another_dtype(family: str, tmp_path: Path)
 
 def test_export_says_what_it_cannot(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(tmp_path)]) == 2
-    assert "is neither a run folder with checkpoints nor a checkpoint" in capsys.readouterr().err
+    assert "neither a run folder with checkpoints nor a checkpoint" in capsys.readouterr().err
     assert cli.main(["export", str(written), "--output", str(tmp_path)]) == 2
     assert "exists already" in capsys.readouterr().err
     run_folder = shutil.copytree(written, tmp_path / "run", symlinks=True)
     shutil.rmtree(run_folder / "checkpoints" / "step-000004" / "trainer_state")
     assert cli.main(["export", str(run_folder)]) == 2
-    assert "holds no masters to export" in capsys.readouterr().err
+    assert "contains no master weights to export" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- damage
@@ -660,7 +660,7 @@ REFUSED = {
     "train.steps=20": "the learning rate of update",  # cosine
     "train.steps=3": "ends before step 4",
     "schedule.warmup_steps=1": "the learning rate of update 1",
-    "data.path=other.jsonl": "gives other documents than before",
+    "data.path=other.jsonl": "has other documents than before",
 }
 
 
@@ -697,7 +697,7 @@ def test_how_a_run_computes_may_change(written: Path, tmp_path: Path, capsys: py
     assert "ranks    1, 2 before: random number generators are seeded again" in out
     assert "every: 3" in (run_folder / "config.yaml").read_text()
     assert resume(run_folder) == 0
-    assert "has finished already: step 10 of 10" in capsys.readouterr().out
+    assert "has already finished: step 10 of 10" in capsys.readouterr().out
 
 
 def test_a_run_grows_where_its_schedule_allows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -732,7 +732,7 @@ def test_a_run_goes_on_with_the_ranks_that_it_had(
     words = ["sft", "--resume", str(written), "--device", "cpu", "mesh.dp_shard=-1"]
     assert cli.main(words) == cli.main([*words, "--nproc", "1"]) == 0
     assert worlds == [2, 1]
-    assert capsys.readouterr().out == f"ranks    2, as {written} had (--nproc N for others)\n"
+    assert capsys.readouterr().out == f"ranks    2, as {written} (--nproc N sets another number)\n"
 
 
 def test_a_folder_in_use_is_refused_and_a_dead_lock_is_not(

@@ -228,7 +228,7 @@ def damaged(finished: Path, tmp_path: Path, how: str) -> Path:
     ("how", "message"),
     [
         ("partial", "is incomplete"),
-        ("gone", "holds no weights"),
+        ("gone", "contains no weights"),
         ("short", "model.safetensors"),
         ("changed", "was changed after it was written"),
         ("shard", "names model-2.safetensors"),
@@ -247,7 +247,7 @@ def test_steps_that_are_not_there(finished: Path, served: Hub, capsys: pytest.Ca
     assert main(str(finished), "me/model", "--step", "7") == 2
     assert "has checkpoints of steps 5, 10" in capsys.readouterr().err
     assert main(str(finished / "checkpoints/latest"), "me/model", "--step", "5") == 2
-    assert "is no run folder: omit them" in capsys.readouterr().err
+    assert "is not a run folder: remove them" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- checkpoint.push

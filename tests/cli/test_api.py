@@ -67,7 +67,7 @@ def test_a_teacher_goes_beside_what_the_config_says_of_distillation(monkeypatch:
     weft.distill(base, model="model", teacher="teacher", run={"dir": "student"})
     (config,) = configs
     assert (config.distill.teacher, config.distill.loss, config.distill.beta) == ("teacher", "jsd", 0.1)
-    with pytest.raises(UserError, match="are both given"):
+    with pytest.raises(UserError, match="are both set"):
         weft.distill(base, model="model", teacher="model", distill={"teacher": "another"})
 
 
@@ -96,7 +96,7 @@ def test_rows_in_memory_train_as_the_file_does(workdir: Path, capsys: pytest.Cap
     with pytest.raises(UserError, match="run.dir: rows holds a run already"):
         weft.sft(model="model", data=ROWS, run={"dir": "rows"}, **SECTIONS)
     assert cli.main(["sft", "--resume", "rows"]) == 0
-    assert "rows has finished already" in capsys.readouterr().out
+    assert "rows has already finished" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_file_values_of_numpy_and_a_cell_that_is_run_again(workdir: Path, caps
     assert (written.optimizer.name, written.optimizer.lr) == ("torch.optim.adamax:Adamax", pytest.approx(1e-2))
     assert len((workdir / "cell" / "data.jsonl").read_text().splitlines()) == 4
     grown = weft.sft(resume="cell", checkpoint={"keep": 1})
-    assert [line["step"] for line in grown.metrics] == [1, 2] and "finished already" in capsys.readouterr().out
+    assert [line["step"] for line in grown.metrics] == [1, 2] and "already finished" in capsys.readouterr().out
     (workdir / "cell" / "critic" / "checkpoints").mkdir(parents=True)  # of a run of weft rl
     (workdir / "cell" / "track.json").write_text('{"id": "earlier"}')
     weft.sft("c.yaml", data="chats.jsonl", overwrite=True, train={"steps": 1, "epochs": None})
@@ -197,13 +197,13 @@ def test_an_objective_may_be_an_object(workdir: Path) -> None:
         ({"learning_rate": 1e-5}, "weft.sft: learning_rate is not a key of weft: set `optimizer.lr`"),
         ({"step": {"documents": "many"}}, "weft.sft: step.documents must be an integer or null, not many"),
         ({"data": {"rows": ROWS, "split": 3}}, "weft.sft: data.split must be a string or null, not 3"),
-        ({"data": {"rows": ROWS, "path": "chats.jsonl"}}, "data={'rows': ..., 'path': ...} names the data twice"),
+        ({"data": {"rows": ROWS, "path": "chats.jsonl"}}, "data={'rows': ..., 'path': ...} sets the data twice"),
         ({"data": ["text"]}, 'data: row 1 is a str, not a dict such as {"messages"'),
         ({"data": [{"text": {1, 2}}]}, "data: row 1, column 'text' cannot be written as JSON"),
         ({"data": [{"text": "a", "score": float("nan")}]}, "row 1, column 'score' cannot be written as JSON"),
-        ({"data": DatasetDict(train=Dataset.from_list(ROWS))}, "data has splits (train): give the rows of one"),
+        ({"data": DatasetDict(train=Dataset.from_list(ROWS))}, "data has splits (train): pass the rows of one"),
         ({"model": torch.nn.Linear(1, 1)}, "model is a Linear, not a path or hub id"),
-        ({"on_step": 3}, "on_step is of type int: give a function"),
+        ({"on_step": 3}, "on_step is a int: pass a function"),
         ({"model": "nowhere/at/all"}, "model.path nowhere/at/all does not exist"),
         ({"objective": object()}, "train.loss: object is not a loss"),
     ],
@@ -219,18 +219,18 @@ def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
     ("arguments", "words"),
     [
         ({"rl": {"promts": 3}}, "weft.rl: rl.promts is not a key of weft: did you mean rl.prompts_per_step?"),
-        ({"reward": None}, "rl.reward is empty: name at least one reward function"),
+        ({"reward": None}, "rl.reward is empty: set at least one reward function"),
         ({"reward": ["math", 3]}, "reward: 3 is of type int: give a function"),
-        ({"rl": {"reward": "math"}}, "reward and rl={'reward': ...} are both given"),
+        ({"rl": {"reward": "math"}}, "reward and rl={'reward': ...} are both set"),
         ({"rl": 3}, "rl is a section, not a int"),
         ({"data": ["text"]}, 'data: row 1 is a str, not a dict such as {"messages"'),
-        ({"config": 3}, "config is a int: give a YAML file, a dict of sections, or a config"),
+        ({"config": 3}, "config is a int: pass a YAML file, a dict of sections, or a loaded config"),
         ({"config": {"rl": {"clip": 3}}}, "weft.rl: rl.clip must be"),
-        ({"resume": "nowhere"}, "resume reads the data of its run: leave out data"),
+        ({"resume": "nowhere"}, "resume reads the data of the resumed run: remove the argument data"),
         ({"resume": "nowhere", "data": None}, "--resume nowhere: it does not exist"),
-        ({"resume": "nowhere", "config": {}}, "resume reads the config of its run: leave config out"),
+        ({"resume": "nowhere", "config": {}}, "resume reads the config of the resumed run: remove config"),
         ({"mesh": {"dp_shard": 3}, "cluster": {"trainer_ranks": 2}}, "mesh.dp_shard"),
-        ({"on_step": 3}, "on_step is of type int: give a function"),
+        ({"on_step": 3}, "on_step is a int: pass a function"),
     ],
 )
 def test_what_is_wrong_with_reinforcement_learning_is_said(arguments: dict[str, Any], words: str) -> None:
@@ -269,9 +269,9 @@ def test_scalars_of_numpy_are_written_as_numbers() -> None:
 
 def test_several_ranks_need_a_file_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="data has to be the path of a file"):
+    with pytest.raises(UserError, match="set data to the path of a file"):
         weft.sft(model="model", data=ROWS)
-    with pytest.raises(UserError, match="run=.*has to be set"):
+    with pytest.raises(UserError, match="set run=.*so that all ranks"):
         weft.sft(model="model", data="chats.jsonl")
 
 

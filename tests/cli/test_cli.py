@@ -168,7 +168,7 @@ def test_verify_takes_the_ranks_that_its_mesh_needs(recorder: Recorder, capsys: 
     assert command[-5:] == axes
     assert cli.main(["verify", "c.yaml", "mesh.dp_replicate=4", "mesh.dp_shard=64"]) == 0
     assert recorder.launched[1][1] == 4
-    assert "mesh.dp_shard = 64 is more than this machine has (2); verified with 2" in capsys.readouterr().out
+    assert "mesh.dp_shard = 64 is more than this machine has (2); weft verifies with 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_words_of_other_tools_are_answered_with_what_does_it_here(
     assert cli.main([word, "x.yaml"]) == 2
     errors = capsys.readouterr().err
     assert (
-        errors.startswith(f"error: weft {word}: no such command: ")
+        errors.startswith(f"error: weft {word}: there is no such command: ")
         and answer in errors
         and "did you mean" not in errors
     )
@@ -239,7 +239,7 @@ def test_answers_to_words_of_other_tools_name_commands_and_keys_that_there_are()
 
 def test_weft_plan_says_its_own_option_for_ranks(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "c.yaml", "--ranks", "64", "mesh.dp_shard=16"]) == 2
-    assert "take 16 ranks (--ranks 16) or set mesh.dp_shard=64" in capsys.readouterr().err
+    assert "start 16 ranks (--ranks 16) or set mesh.dp_shard=64" in capsys.readouterr().err
 
 
 def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

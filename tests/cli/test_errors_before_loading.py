@@ -109,7 +109,7 @@ def test_variables_in_paths_that_are_made_are_refused(monkeypatch: pytest.Monkey
         base = ["model.path=org/model", "data.path=org/data"]
         for value in ("$SCRATCH/new", "${SCRATCH}/new"):
             with pytest.raises(
-                UserError, match=rf"{key} is '.*', and a config replaces no variables: write .*/large/new"
+                UserError, match=rf"{key} is '.*', but weft does not expand variables in a config: write .*/large/new"
             ):
                 load_config([], [*base, f"{key}={value}"])
         with pytest.raises(UserError, match=rf"{key} is .*oc.env:SCRATCH.*: write the path itself"):
@@ -124,7 +124,7 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        with pytest.raises(UserError, match=f"port {port} of this machine, .*is in use.*choose a free port"):
+        with pytest.raises(UserError, match=f"port {port} of this machine, .*is in use.*set it to a free port"):
             process.join("cpu", 5)
 
 

@@ -47,7 +47,7 @@ def test_what_follows_from_the_devices(tmp_path: Path) -> None:
     assert [shared_ranks(loaded, number) for number in (0, 5)] == [[0, 1], [10, 11]]
     assert {role for role in ("trainer", "reference") if shares_devices(loaded, role)} == {"trainer", "reference"}
     assert device_lines(loaded) == [
-        "devices  0-7: trainer, rollout, reference, in turns", "devices  8-11: trainer, rollout, in turns",
+        "devices  0-7: trainer, rollout, reference, alternating", "devices  8-11: trainer, rollout, alternating",
         "devices  12-15: trainer",
     ]  # fmt: skip
     # What follows is not written, so that a resumed run may change cluster.devices alone.
@@ -77,33 +77,33 @@ def test_what_actors_of_listed_devices_ask_of_a_cluster() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["cluster.devices={trainer: [0, 0]}"], "device 0 is wanted twice, by two processes of trainer"),
-        (["cluster.devices={trainers: 2}"], "`trainers` is no role: name some of trainer, rollout"),
+        (["cluster.devices={trainer: [0, 0]}"], "trainer names device 0 twice"),
+        (["cluster.devices={trainers: 2}"], "`trainers` is not a role: the roles are trainer, rollout"),
         (["cluster.devices={trainer: some}"], "trainer is 'some': write a number, a list, ranges as in '0-7'"),
         (["cluster.devices={trainer: 0}"], "trainer has no device"),
-        (["cluster.devices={trainer: 2, reference: 1}"], "names reference, but rl.kl_coef is 0.*leave reference out"),
+        (["cluster.devices={trainer: 2, reference: 1}"], "names reference, but rl.kl_coef is 0.*remove reference"),
         (["cluster.devices={trainer: 2, rollout: 1}"], "names rollout, but rollout.engine=embedded is in the trainers"),
-        (["cluster.devices={trainer: 2, reference: 1}", WITH_KL, "lora.rank=4"], "the base under the adapters"),
-        (["cluster.devices={rollout: 1}", "rollout.engine=hf"], "does not name trainer: give trainer its devices"),
+        (["cluster.devices={trainer: 2, reference: 1}", WITH_KL, "lora.rank=4"], "with adapters the reference is"),
+        (["cluster.devices={rollout: 1}", "rollout.engine=hf"], "does not name trainer: add the devices of trainer"),
         (["cluster.devices={trainer: 1}", "rollout.engine=hf"], "does not name rollout"),
         (
             ["cluster.devices={trainer: 0-3, rollout: 2-5}", "rollout.engine=hf", "cluster.max_staleness=1"],
-            "2-3 are wanted twice, by trainer and rollout, which do not take turns with cluster.max_staleness = 1",
+            "trainer and rollout share 2-3, but with cluster.max_staleness = 1",
         ),
         (
             ["cluster.devices={trainer: 0-3, rollout: 4-5, reference: [5]}", "rollout.engine=hf", WITH_KL,
-             "cluster.max_staleness=1"], "5 is wanted twice, by reference and rollout",
+             "cluster.max_staleness=1"], "reference and rollout share 5",
         ),
         (
             ["cluster.devices={trainer: 0-3, rollout: 2-5}", "rollout.engine=vllm"],
-            "rollout shares devices with trainer, and trainers are not on 4-5.*or set rollout.engine=hf",
+            "rollout shares devices with trainer, but 4-5 are not a trainer's.*or set rollout.engine=hf",
         ),
         (["cluster.devices={trainer: 3, rollout: trainer}", "rollout.engine=vllm", "rollout.tp=2"], "a multiple"),
         (
             ["cluster.devices={trainer: 2, teacher: 1}", "rl.teacher=org/t"],
-            "rl.teacher_in=loss reads its distributions in the trainer's ranks: write teacher: trainer",
+            "must be on the trainer's ranks: write teacher: trainer",
         ),
-        (["cluster.devices={trainer: 2}", "cluster.trainer_ranks=2"], "cluster.devices says it"),
+        (["cluster.devices={trainer: 2}", "cluster.trainer_ranks=2"], "cluster.devices sets it"),
         ([ROLL, "rollout.engine=hf", WITH_KL, "reference.ranks=8"], "cluster.devices names reference"),
     ],
 )  # fmt: skip

@@ -114,7 +114,7 @@ def test_former_names_work_in_python(former: str) -> None:
 def test_attributes_that_there_are_not() -> None:
     with pytest.raises(AttributeError, match="'RlAlgorithm' object has no attribute 'klx'"):
         _ = RlAlgorithm().klx  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match="scale is the former name of advantage_norm: give one of them"):
+    with pytest.raises(TypeError, match="scale is the former name of advantage_norm: set only advantage_norm"):
         RlAlgorithm(scale="none", advantage_norm="none")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'promts'"):
         RlAlgorithm(promts=3)  # type: ignore[call-arg]
@@ -130,7 +130,7 @@ def test_a_key_by_both_names_is_an_error(former: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config([], [*required, *extra, *both_names], schema)
     assert str(caught.value) == (
-        f"command line: {former} is the former name of {name}, which is set as well (command line): keep {name}."
+        f"command line: {former} is the former name of {name}, which is also set (command line): remove {former}."
     )
     text = written(value)
     Path("both.yaml").write_text(f"{section}:\n  {leaf}: {text}\n  {name.partition('.')[2]}: {text}\n")

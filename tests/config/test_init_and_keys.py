@@ -70,7 +70,7 @@ def test_the_first_config_of_rl_runs_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["init", "grpo"], "weft init grpo: weft init writes configs for `weft sft`"),
+        (["init", "grpo"], "weft init grpo: there is no such config; choose one of `weft sft`"),
         (["init", "sft", "rl"], "rl is not an override"),
         (["init", "learning_rate=1"], "optimizer.lr"),
         (["init", "train.epochs=x"], "train.epochs must be an integer"),

@@ -51,7 +51,10 @@ def expect(carried: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 HOSTILE_SCRIPTS = {
-    "variables that double": ("A=xxxxxxxxxx\n" + "A=$A$A\n" * 60, "with its variables put in, a word has over 100,000"),
+    "variables that double": (
+        "A=xxxxxxxxxx\n" + "A=$A$A\n" * 60,
+        "with its variables replaced, a word has over 100,000",
+    ),
     "a quote in a variable": ('A="it\'s"\npython train.py $A\n', "No closing quotation"),
     "a quote": ("python train.py 'a\n", "No closing quotation"),
     "no UTF-8": ("\udcff", "can't decode"),
@@ -99,7 +102,7 @@ def test_trl() -> None:
     assert carried["track.report_to"] == ["wandb"]
     assert "train.steps" not in carried  # max_steps: -1
     draft = migrate([str(FOREIGN / "trl.yaml")])
-    assert "tokens: 65536  # 8 x 2 x 4096 x the number of GPUs: multiply by it, or set --nproc\n" in draft
+    assert "tokens: 65536  # 8 x 2 x 4096 x the number of GPUs: multiply by that number, or set --nproc\n" in draft
     assert "min_lr_ratio: 0.1  # lr_scheduler_kwargs.min_lr_rate\n" in draft
 
 
@@ -175,8 +178,8 @@ def test_numbers_of_any_yaml_type_carry_over(tmp_path: Path, written: str, epoch
 def test_a_number_that_cannot_be_carried_is_named_and_no_default_takes_its_place(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("model_name_or_path: m\ndataset_name: d\nnum_train_epochs: 1.5\nseed: 4.0\n")
     draft = migrate([str(tmp_path / "a.yaml")])
-    assert "num_train_epochs: 1.5 is no value of train.epochs, which is an integer or null." in draft
-    assert "epochs:" not in draft.partition("# Not taken over")[0] and "seed: 4\n" in draft
+    assert "num_train_epochs: 1.5 is not a value of train.epochs, which is an integer or null." in draft
+    assert "epochs:" not in draft.partition("# Not converted")[0] and "seed: 4\n" in draft
 
 
 def test_a_key_without_effect_is_left_with_its_reason(tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ def test_images_and_rewards_of_roll() -> None:
     assert "`weft rl THIS --dry-run`" in draft
     assert "minibatches: 2  # 2048 samples / (1 x 256 x 4 data ranks)\n" in draft
     assert "steps: 600  # max_steps: 300 rollout steps of 2 updates\n" in draft
-    below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
+    below = " ".join(draft.partition("# Not converted:")[2].replace("\n#", " ").split())
     for words in (
         "freeze_module_prefix: `vision_model` is Megatron's name for tower and projector.",
         "rewards.charts.worker_cls: my_rewards.ChartRewardWorker: write it as a function",
@@ -268,7 +271,7 @@ def test_images_and_rewards_of_roll() -> None:
 def test_nothing_of_rollouts_is_lost_without_a_word(file: str) -> None:
     """Every value is taken, or named below the draft, but for those that say what weft does anyway."""
     text = migrate([str(FOREIGN / file)])
-    carried, _, below = text.partition("# Not taken over:")
+    carried, _, below = text.partition("# Not converted:")
     draft = Draft(next(trainer for trainer in TABLES.trainers if trainer.name == "roll"), RlConfig)
     assert draft.rl is not None
     joined_keys = {
@@ -339,7 +342,7 @@ def test_a_tower_that_is_frozen_by_prefix(tmp_path: Path, prefix: str, frozen: A
     text = f"pretrain: m\nsequence_length: 512\ntrack_with: stdout\nfreeze_module_prefix: {prefix}\n"
     (tmp_path / "a.yaml").write_text(text)
     assert values(str(tmp_path / "a.yaml")).get("model.freeze") == frozen
-    below = migrate([str(tmp_path / "a.yaml")]).partition("# Not taken over:")[2]
+    below = migrate([str(tmp_path / "a.yaml")]).partition("# Not converted:")[2]
     assert ("freeze_module_prefix: " in below) == note
 
 
@@ -375,7 +378,7 @@ def test_whether_a_model_takes_images(tmp_path: Path, config: str | None, words:
 
 def test_images_of_axolotl_trl_and_verl(tmp_path: Path) -> None:
     draft = migrate([str(FOREIGN / "axolotl_vision.yaml")], 8)
-    assert "freeze:" not in draft and "is no value\n#     of lora.targets: set `lora.targets`:" in draft
+    assert "freeze:" not in draft and "is not a\n#     value of lora.targets: set `lora.targets`:" in draft
     assert "processor_type" not in draft and "image_size: set `data.image_pixels`:" in draft
     carried = values("trl_vision.yaml")  # max_length: null
     assert not {"data.max_length", "data.long_documents"} & set(carried)
@@ -439,11 +442,11 @@ def test_axolotl() -> None:
     assert not {"step.documents", "data.chat_template", "data.train_on"} & set(carried)
     draft = migrate([str(FOREIGN / "axolotl.yaml")])
     assert "# Recognised as a config of axolotl by base_model, datasets, dataset_prepared_path, val_set_size" in draft
-    rest_of_draft = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
+    rest_of_draft = " ".join(draft.partition("# Not converted:")[2].replace("\n#", " ").split())
     for words in (
         "chat_template: weft uses the tokenizer's chat template",
         "saves_per_epoch:",
-        "datasets.drop_system_message: weft has no such key", "datasets.type: conversations,",
+        "datasets.drop_system_message: sources of weft have no such key", "datasets.type: conversations,",
     ):  # fmt: skip
         assert words in rest_of_draft, words
 
@@ -485,7 +488,7 @@ def test_llama_factory() -> None:
         },
     )  # fmt: skip
     assert carried["data.path"] is None  # a name of its dataset_info.json
-    rest_of_draft = migrate([str(FOREIGN / "llama_factory.yaml")]).partition("# Not taken over:")[2]
+    rest_of_draft = migrate([str(FOREIGN / "llama_factory.yaml")]).partition("# Not converted:")[2]
     assert "dataset: set `data.path`" in rest_of_draft and "template: weft uses the tokenizer's" in rest_of_draft
     assert (carried["eval.share"], carried["data.split"], carried["checkpoint.keep"]) == (0.1, "[:1000]", None)
     assert (
@@ -539,8 +542,8 @@ def test_accelerate_alone() -> None:
         ("model_name_or_path: m\nreward_model_path: r\n", "a PPO config of TRL and the HuggingFace Trainer (reward"),
         ("base_model: m\nsequence_len: 9\nkd_trainer: true\n", "it is a distillation config of axolotl (kd_trainer"),
         ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "it is a DPO config of torchtune (loss._component_: "),
-        ("engine_type: fancy\nhidden: 3\n", "of no trainer that `weft migrate` knows, which are TRL"),
-        ("model: {path: m}\noptimizer: {lr: 1.0e-5}\n", "a config of weft already"),
+        ("engine_type: fancy\nhidden: 3\n", "not a config of a trainer that `weft migrate` knows: TRL"),
+        ("model: {path: m}\noptimizer: {lr: 1.0e-5}\n", "already a config of weft"),
     ],
 )
 def test_what_no_draft_is_made_of_is_refused(
@@ -575,8 +578,8 @@ def test_a_draft_is_a_config_of_weft(file: str, tmp_path: Path, monkeypatch: pyt
 def test_nothing_is_lost_without_a_word(file: str) -> None:
     """Every value is taken, or named below the draft; but for those that say nothing (null, -1, false)."""
     draft = migrate([str(FOREIGN / file)])
-    below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
-    carried = draft.partition("# Not taken over:")[0]
+    below = " ".join(draft.partition("# Not converted:")[2].replace("\n#", " ").split())
+    carried = draft.partition("# Not converted:")[0]
     for name, value in leaves(read_file(str(FOREIGN / file))):
         jobs = [trainer.jobs[command(file)] for trainer in TABLES.trainers if command(file) in trainer.jobs]
         moves = [*(job.moves for job in jobs), *(trainer.moves for trainer in TABLES.trainers), TABLES.moves]
@@ -664,7 +667,7 @@ def test_what_goes_with_reward_models_and_distillation() -> None:
         8 * 4 * 2,
     )  # of the student's ranks
     assert student["data.columns"] == {"instruction": "question_zh", "output": "answer_zh"}
-    assert "teacher's likeliest tokens: remove it" in " ".join(
+    assert "teacher's most likely tokens: remove it" in " ".join(
         migrate([str(FOREIGN / "roll_distill.yaml")]).replace("\n#", " ").split()
     )
 
@@ -767,7 +770,7 @@ def test_what_goes_with_preferences() -> None:
         "chosen": "better", "rejected": "worse", "messages": "conversation",
     }  # fmt: skip
     assert values("trl_dpo.yaml", ranks=4)["step.documents"] == 2 * 8 * 4
-    assert "z of `kto` is the mean over the optimizer step here" in migrate([str(FOREIGN / "trl_kto.yaml")])
+    assert "in weft z of `kto` is the mean over the optimizer step" in migrate([str(FOREIGN / "trl_kto.yaml")])
 
 
 @pytest.mark.parametrize(
@@ -782,7 +785,7 @@ def test_what_goes_with_preferences() -> None:
         ),
         ("model_name_or_path: m\nloss_type: simpo\ncpo_alpha: 0.0\n", {"loss": "simpo"}, ""),
         ("model_name_or_path: m\ncpo_alpha: 0.7\nloss_type: hinge\n", {"loss": None}, "no loss hinge"),
-        ("model_name_or_path: m\nloss_type: aot_pair\nbeta: 1\n", {"loss": "aot_unpaired", "beta": 1}, "put in order"),
+        ("model_name_or_path: m\nloss_type: aot_pair\nbeta: 1\n", {"loss": "aot_unpaired", "beta": 1}, "weft sorts"),
         ("model_name_or_path: m\nloss_type: bco\nbeta: 1\n", {"loss": None, "beta": 1}, "weft has no loss bco"),
         ("model_name_or_path: m\nbeta: 1\nreference_free: true\n", {"beta": 1}, "no DPO with a uniform reference"),
         ("base_model: m\nsequence_len: 9\nrl: ipo\n", {"loss": "ipo"}, ""),
@@ -824,7 +827,7 @@ def test_options_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "path: models/a  # hf_checkpoint" in out and "lr: 1e-06\n" in out and "epochs: 2  # num_epoch\n" in out
     assert cli.main(["migrate", str(tmp_path / "run.sh"), str(tmp_path / "gone.yaml")]) == 2
-    assert "gone.yaml: no such config file" in capsys.readouterr().err
+    assert "gone.yaml: there is no such config file" in capsys.readouterr().err
 
 
 def test_overrides_of_a_script(tmp_path: Path) -> None:
@@ -842,7 +845,7 @@ def test_overrides_of_a_script(tmp_path: Path) -> None:
     )  # fmt: skip
     assert carried["track.report_to"] == ["wandb"]
     draft = migrate([str(FOREIGN / "verl_script.sh")])
-    assert "path: $VAL  # val_files: write it out, weft knows no variables" in draft
+    assert "path: $VAL  # val_files: write its value, because weft does not expand variables" in draft
     assert "does not know it" not in draft and "40 GPUs" not in draft
 
 
@@ -944,7 +947,7 @@ def test_meshes(tmp_path: Path, text: str, gpus: int | None, expected: dict[str,
 def test_shards_that_do_not_divide_are_named(tmp_path: Path) -> None:
     text = "data: {train_files: d}\nengine: {fsdp_size: 3, ulysses_sequence_parallel_size: 2}\n"
     (tmp_path / "a.yaml").write_text(text)
-    assert "engine.fsdp_size: 3 ranks are not shared evenly by groups" in migrate([str(tmp_path / "a.yaml")])
+    assert "engine.fsdp_size: 3 ranks cannot be split into groups" in migrate([str(tmp_path / "a.yaml")])
 
 
 @pytest.mark.parametrize("minutes", ["30", '"30"', "30.0"])
@@ -1017,7 +1020,7 @@ def test_a_preference_config_is_one_line(
         assert cli.main([command, "dpo.yaml"]) == 2
         assert capsys.readouterr().err == (
             "error: dpo.yaml: this is a DPO config of TRL and the HuggingFace Trainer (beta: 0.1): `weft dpo` trains "
-            "on preferences, and docs/how-to/dpo.md has its keys. `weft migrate FILE` makes a draft of it.\n"
+            "on preferences. docs/how-to/dpo.md has the keys. `weft migrate FILE` writes a draft of it.\n"
         )
 
 
@@ -1058,18 +1061,22 @@ def test_a_python_program_is_read_and_not_run(tmp_path: Path) -> None:
     assert float(sections["optimizer"]["lr"]) == 2e-6 and sections["rl"]["group_size"] == 4
     assert sections["rl"]["reward"] == ["math", "my_rewards:len_reward"]
     assert sections["lora"]["rank"] == 8 and sections["lora"]["alpha"] == 16
-    assert "#   temperature: RATE_OF_OTHERS, which is known only where it runs -> as by default, 1.0" in draft
-    assert "#   beta: float('1'), which is known only where it runs -> as by default, 0.0" in draft
+    assert "#   temperature: RATE_OF_OTHERS, which is known only during the run -> the default, 1.0" in draft
+    assert "#   beta: float('1'), which is known only during the run -> the default, 0.0" in draft
     assert sections["rollout"]["temperature"] == 1 and sections["rl"]["algorithm"] is None
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("train.py", "import trl\n", r"has no calls of a trainer .* give the command line, in a file that ends in .sh"),
+        (
+            "train.py",
+            "import trl\n",
+            r"has no calls of a trainer.* write the command line into a file that ends in .sh",
+        ),
         ("train.py", "SFTTrainer(model='m')\nDPOTrainer(model='m')\n", r"has 2 calls of a trainer"),
         ("train.py", "SFTTrainer(", r"cannot be read as a Python program"),
-        ("train.ipynb", "{}", r"is a notebook, .* in a file that ends in .py"),
+        ("train.ipynb", "{}", r"does not read notebooks: .* into a file that ends in .py"),
     ],
 )
 def test_other_programs_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:

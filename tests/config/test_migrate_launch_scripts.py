@@ -243,7 +243,7 @@ def test_grpo_of_openrlhf(draw: Draw) -> None:
          {"rl.correction": "icepop", "rl.correction_limits": [0.2, 3]}, set()),
         (["--algo.advantage.is_correction_type seq-mask-tis"],
          {"rl.correction": "icepop", "rl.correction_level": "geometric"}, {"correction of the engine's mismatch"}),
-        (["--algo.dynamic_filtering_enable"], {"rl.dynamic_sampling": 100}, {"groups that are replaced"}),
+        (["--algo.dynamic_filtering_enable"], {"rl.dynamic_sampling": 100}, {"replaced groups"}),
         (["--reward.overlong_buffer_len 512"], {"rl.overlong_buffer": 512, "rl.overlong_penalty": 1}, set()),
         (["--reward.clip_range -1 1"], {}, {"clip of rewards"}),
         (["--reward.stop_properly_penalty_coef 0"], {}, {"reward of samples that did not end"}),

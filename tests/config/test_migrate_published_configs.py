@@ -251,7 +251,7 @@ def test_the_example_of_rolls_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {key: get(config, key) for key in expected} == expected
     differs = re.findall(r"^#   ([^:]+): .* ->", re.sub(r"\n#     ", " ", draft.partition("\nmodel:")[0]), re.MULTILINE)
     assert differs == [
-        "whitening beside max_len_mask", "clip of advantages", "groups by difficulty", "temperature of training"
+        "whitening with max_len_mask", "clip of advantages", "groups by difficulty", "temperature of training"
     ]  # fmt: skip
 
 
@@ -347,7 +347,7 @@ def test_preferences_reward_models_and_distillation(name: str, tmp_path: Path) -
     file, text, expected = PUBLISHED[name]
     (tmp_path / file).write_text(text)
     draft = migrate([str(tmp_path / file)])
-    assert "weft does not know it" not in draft and "has no such key" not in draft, draft
+    assert "weft does not know it" not in draft and "have no such key" not in draft, draft
     sections = yaml.safe_load(draft)
     for section, keys in expected.items():
         assert {key: sections[section].get(key) for key in keys} == keys, draft

@@ -122,7 +122,7 @@ def test_grpo_of_trl(tmp_path: Path) -> None:
         (["algorithm.rollout_correction.rollout_is=sequence"],
          {"rl.correction": "tis", "rl.correction_level": "sequence", "rl.correction_limits": [0.0, 2.0]}, set()),
         (["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2"],
-         {"rl.correction": "none"}, {"samples that are left out"}),
+         {"rl.correction": "none"}, {"samples that are omitted"}),
         (["actor_rollout_ref.actor.tis_imp_ratio_cap=5"], {"rl.correction_limits": [0.0, 5.0]}, set()),
         (["algorithm.rollout_correction.bypass_mode=True"], {"rl.old_logprobs": "rollout"}, set()),
         (["actor_rollout_ref.actor.ppo_epochs=2"], {"rl.epochs": 2, "checkpoint.every": 160}, set()),
@@ -198,7 +198,7 @@ def test_what_settings_of_trl_mean(tmp_path: Path, text: str, expected: dict[str
 
 def test_what_the_number_of_gpus_decides_is_left_open(tmp_path: Path) -> None:
     values, _, text = trl_draft(tmp_path, "{}", ranks=None)
-    assert values["rl.prompts_per_step"] is None and "give --nproc" in text
+    assert values["rl.prompts_per_step"] is None and "set --nproc" in text
 
 
 def test_nothing_of_verl_is_lost_without_a_word(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_nothing_of_verl_is_lost_without_a_word(tmp_path: Path) -> None:
         "actor_rollout_ref.rollout.unheard_of=3", "data.sampler.class_name=Mine", "algorithm.unheard_of=4",
     ]  # fmt: skip
     _, _, text = verl_draft(tmp_path, *overrides)
-    carried, _, below = text.partition("# Not taken over:")
+    carried, _, below = text.partition("# Not converted:")
     below = below.replace("\n#    ", "")
     for name in (
         "critic.whatever", "critic.model.override_config.dropout", "reward_model.model.path", "algorithm.unheard_of",
@@ -265,7 +265,7 @@ OF_VERL: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         f" +{OVERLONG}.len=512 +{OVERLONG}.penalty_factor=0.5 reward.custom_reward_function.path=mine/score.py",
         {"rl.overlong_buffer": 512, "rl.overlong_penalty": 0.5, "rl.reward": ["mine.score:compute_score"]}, set(),
     ),
-    "one sample of a prompt": (
+    "one sample per prompt": (
         f"{SCRIPT} actor_rollout_ref.rollout.n=1", {"rl.advantage": "reinforce++"},
         {"advantage of a group of one sample"},
     ),
@@ -461,7 +461,7 @@ def test_what_settings_of_nemo_rl_mean(
 
 def test_parents_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("defaults: b.yaml\npolicy: {model_name: m}\n")
-    with pytest.raises(Exception, match=r"a\.yaml: there is no .*b\.yaml, which its `defaults` name"):
+    with pytest.raises(Exception, match=r"a\.yaml: its `defaults` name .*b\.yaml, which does not exist"):
         migrate([str(tmp_path / "a.yaml")])
     (tmp_path / "b.yaml").write_text("defaults: a.yaml\n")
     with pytest.raises(Exception, match="lead back to it"):

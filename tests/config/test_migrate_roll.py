@@ -268,7 +268,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "algorithm": None, "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1, "mask_truncated": True,
             "count_masked": False,
         },
-        {"whitening beside max_len_mask"},
+        {"whitening with max_len_mask"},
     ),
     "difficulty": ("adv_estimator: grpo\ndifficulty_mask: true", {"algorithm": None}, {"groups by difficulty"}),
     "weights of samples": (
@@ -405,7 +405,7 @@ def test_a_draft_that_differs_is_refused_until_it_is_confirmed(
         "sequence_mean",
         None,
     )
-    table = printed.out.partition("# Theirs -> yours, of what defines the algorithm (ROLL -> weft):\n")[2]
+    table = printed.out.partition("# Theirs -> yours, for the quantities of the algorithm (ROLL -> weft):\n")[2]
     assert "# ! clip of advantages" in table and "#   KL " in table and table.count(" -> ") >= 20
 
 
@@ -458,7 +458,7 @@ def test_devices_that_overlap_are_named_with_who_wants_them(tmp_path: Path) -> N
     """Engines that are servers have devices of trainers, or none of them. Other lists are carried over."""
     first, last = (part.strip() for part in BASE.split("device_mapping: list(range(0,16))", 2)[:2])
     base = f"{first}\n  device_mapping: list(range(4,16))\n{last}\n  device_mapping: list(range(0,12))\n"
-    message = "trainers on 0-11, engines on 4-15: 16 in all, of which both want 4-11 ->"
+    message = "trainers on 0-11, engines on 4-15: 16 in all, of which both use 4-11 ->"
     draft, differs = drafted(tmp_path, "adv_estimator: grpo\n", base)
     assert differs["devices"].startswith(message) and draft["rollout"]["num_engines"] == 12
     assert draft["cluster"] == {"trainer_ranks": 12, "placement": None}
@@ -575,7 +575,7 @@ def test_no_name_of_the_algorithm_is_lost(tmp_path: Path, name: str) -> None:
                 inside = inside.setdefault(section, {})
             inside[leaf] = value
         (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree))
-        text = migrate([str(tmp_path / "a.yaml")]).partition("# Not taken over")[0]
+        text = migrate([str(tmp_path / "a.yaml")]).partition("# Not converted")[0]
         return [line.partition("  # ")[0] for line in text.splitlines()]
 
     companions = BESIDE.get(name, {})

@@ -134,7 +134,7 @@ def test_a_run_writes_them_down_and_one_with_other_rows_is_not_resumed(
     assert [row["source"] for row in written] == ["d.jsonl", "e.jsonl"] and "d.jsonl:4: is not" in written[0]["error"]
     write_rows(Path("d.jsonl"), *rows, rows[0])  # mended: the order of the data would be another
     assert cli.main(["sft", "--resume", "run", "train.steps=3"]) == 2
-    assert "the data (d.jsonl) gives other documents than before (4; 3 before)" in capsys.readouterr().err
+    assert "the data (d.jsonl) has other documents than before (4 now, 3 before)" in capsys.readouterr().err
     write_rows(Path("d.jsonl"), *rows)
     write_rows(Path("e.jsonl"), rows[0])
     assert cli.main(["sft", "--resume", "run", "train.steps=3"]) == 0

@@ -460,8 +460,8 @@ def test_a_column_of_turns_is_proposed() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ("{speaker: role}", "Weft's name comes first: {role: speaker}"),
-        ("{mood: feeling}", "mood is no key of a message of weft"),
+        ("{speaker: role}", "Write weft's name first: {role: speaker}"),
+        ("{mood: feeling}", "mood is not a message key of weft"),
         ("{role: a, content: a}", "reads a twice"),
     ],
 )

@@ -474,8 +474,8 @@ def test_the_mapping_of_roles_that_an_error_proposes_mends_it(rows: list[dict[st
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        ("{bot: robot}", "bot: robot is none of system, developer"),
-        ("{user: human}", "Their word comes first: {human: user}"),
+        ("{bot: robot}", "bot: robot is not one of system, developer"),
+        ("{user: human}", "Write the data's role first: {human: user}"),
     ],
 )
 def test_roles_that_are_none(roles: str, words: str) -> None:
@@ -697,17 +697,17 @@ def test_the_digest_is_of_documents_and_weights(tmp_path: Path, monkeypatch: pyt
 
 
 REFUSED = {
-    "data.sources=[{pth: a.jsonl}]": "`pth` is none of path, name",
+    "data.sources=[{pth: a.jsonl}]": "`pth` is not one of path, name",
     "data.sources=[{name: a}]": "`path` is missing",
     "data.sources=[{path: a.jsonl, weight: 0}]": "weight is 0.0; it must be above 0",
     "data.sources=[{path: a.jsonl, weight: x}]": "`weight` must be a number, not x",
-    "data.sources=[{path: a.jsonl}, {path: b/a.jsonl}]": "two sources are called a",
+    "data.sources=[{path: a.jsonl}, {path: b/a.jsonl}]": "two sources have the name a",
     "data.sources=[]": "is empty",
     "data.sources=[{path: a.jsonl, columns: {label: x}}]": "weft has no column label",
     "data.sources=[{path: none.jsonl}]": "data.sources none.jsonl does not exist",
-    "data.columns={completion: prompt, text: body}": "names more than one format (prompt and text)",
-    "data.columns={question: prompt}": "Weft's name comes first: {prompt: question}",
-    "data.columns={text: a..b}": "names no column",
+    "data.columns={completion: prompt, text: body}": "has columns of several formats (prompt and text)",
+    "data.columns={question: prompt}": "Write weft's name first: {prompt: question}",
+    "data.columns={text: a..b}": "is not the name of a column",
     "data.split=train[1]": "is not a split",
     "data.workers=0": "data.workers is 0; it must be 1 to 4,096",
 }
@@ -754,7 +754,7 @@ def test_a_run_on_several_sources_and_what_its_resume_refuses(
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [line["documents"] for line in lines] == [4, 4, 4, 4]
     assert cli.main(["sft", "--resume", "run", two_sources % (0.7, "b.jsonl"), "train.epochs=3"]) == 2
-    assert "gives other documents than before" in capsys.readouterr().err
+    assert "has other documents than before" in capsys.readouterr().err
     Path("moved.jsonl").write_bytes(Path("b.jsonl").read_bytes())
     assert cli.main(["sft", "--resume", "run", two_sources % (0.5, "moved.jsonl"), "train.epochs=3"]) == 0
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 6

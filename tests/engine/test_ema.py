@@ -193,7 +193,7 @@ def test_without_trainer_state_the_directory_still_holds_the_average(unbroken: P
     process(tmp_path / "run", "2", sections=sections)
     files = [load_file(checkpoint(run, LAST) / "model.safetensors") for run in (tmp_path / "run", unbroken)]
     assert equal(files[0], files[1])
-    with pytest.raises(UserError, match="holds no masters to export"):
+    with pytest.raises(UserError, match="contains no master weights to export"):
         export.run(ExportOptions(path=str(tmp_path / "run"), ema=True))
 
 
@@ -202,5 +202,5 @@ def test_the_average_of_a_run_without_one_is_refused(tmp_path: Path) -> None:
     process(tmp_path / "run", "1", sections=sections)
     assert not any(name.startswith(EMA) for name in json.loads(
         (checkpoint(tmp_path / "run", 1) / "trainer_state" / "state.json").read_text())["tensors"])  # fmt: skip
-    with pytest.raises(UserError, match="--ema: .* holds no average of the weights"):
+    with pytest.raises(UserError, match="--ema: .* has no average of the weights"):
         export.run(ExportOptions(path=str(tmp_path / "run"), ema=True))

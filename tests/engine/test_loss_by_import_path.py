@@ -178,7 +178,7 @@ def test_an_objective_of_ones_own_is_trained(workdir: Path, capsys: pytest.Captu
 @pytest.mark.slow
 def test_an_objective_without_a_loss_to_show_is_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, "train.loss=own_losses:Mute", "run.dir=mute"]) == 2
-    assert "train.loss: own_losses:Mute gives no metric `loss`" in capsys.readouterr().err
+    assert "train.loss: own_losses:Mute returns no metric `loss`" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_it_is_refused_before_anything_is_read(workdir: Path, capsys: pytest.Cap
     assert cli.main([*WORDS, "train.loss=own_losses.py:Focal"]) == 2
     assert "in own_losses, which is no package: write own_losses:Focal." in capsys.readouterr().err
     assert cli.main([*WORDS, "train.loss=Focal"]) == 2
-    assert "which is no import path: write package.module:Name" in capsys.readouterr().err
+    assert "which is not an import path: write package.module:Name" in capsys.readouterr().err
 
 
 def test_ways_to_name_one(workdir: Path) -> None:

@@ -142,7 +142,7 @@ def test_norms_are_known_when_backward_ends_and_copies_follow_their_masters() ->
         for index, before in shown["after"].items():
             assert torch.equal(before, shown["awake"][index])
             assert len(before) == 1 or not torch.equal(before, shown["other"][index])
-        assert shown["line"].endswith("masters, gradients and optimizer state on the host")
+        assert shown["line"].endswith("master weights, gradients and optimizer state on the host")
 
 
 def renewed(path: str, update: Any) -> list[bool]:

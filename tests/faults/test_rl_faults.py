@@ -418,7 +418,7 @@ def test_a_failed_actor_ends_the_run_and_what_stands_is_said(task: Path, tmp_pat
     with pytest.raises(ActorError, match="rollout engine 0 died") as error:
         start(task, run, *keys, hook=strike)
     report = reports.of_exception(0, error.value)
-    assert report.kind == "killed" and f"What each rank was doing is in {run}/flight" in report.message
+    assert report.kind == "killed" and f"The last activity of each rank is in {run}/flight" in report.message
     assert not (run / "lock").exists()
 
 
@@ -678,7 +678,7 @@ def test_one_token_that_is_too_old_is_enough() -> None:
         sample.versions[sample.sampled] = 5
     samples[0].versions[samples[0].sampled.argmax()] = 3
     assert rl.staleness(samples, 5, 2) == {"staleness/mean": 0.25, "staleness/max": 2.0}
-    with pytest.raises(RuntimeError, match="a sample is 2 versions older than what trains on it: more than 1"):
+    with pytest.raises(RuntimeError, match="a sample is 2 versions older than the trained weights: more than 1"):
         rl.staleness(samples, 5, 1)
 
 

@@ -80,7 +80,7 @@ def test_an_actor_that_is_struck_is_named(name: str, task: Path) -> None:
         out, _ = process.communicate(timeout=300 * business())
         assert process.returncode == case.status, out
         assert re.search(case.says, out), out
-        assert f"The last whole checkpoint is {run}/checkpoints/step-" in out
+        assert f"The last complete checkpoint is {run}/checkpoints/step-" in out
         assert still_there(children) == []
     done = int(os.readlink(run / "checkpoints/latest").removeprefix("step-"))
     words = [*WEFT, "rl", "--resume", str(run), f"train.steps={done + 2}"]

@@ -337,11 +337,11 @@ def test_without_digests_nothing_is_compared(checkpoints: Path) -> None:
 def test_export_check(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, newest_one = checkpoints.parent, checkpoints / "step-000002"
     assert cli.main(["export", "--check", str(folder)]) == 0
-    assert f"{newest_one}: 96 bytes of weights and the trainer state are as written" in capsys.readouterr().out
+    assert f"{newest_one}: 96 bytes of weights and the trainer state equal their digests" in capsys.readouterr().out
     weights = shutil.copytree(newest_one, tmp_path / "weights")
     shutil.rmtree(weights / "trainer_state")
     assert cli.main(["export", "--check", str(weights)]) == 0
-    assert f"{weights}: 96 bytes of weights are as written" in capsys.readouterr().out
+    assert f"{weights}: 96 bytes of weights equal their digests" in capsys.readouterr().out
     flip(weights, 1)
     assert cli.main(["export", str(weights), "--check"]) == 2
     assert "was changed after it was written: its digest differs" in capsys.readouterr().err

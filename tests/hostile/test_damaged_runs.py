@@ -21,14 +21,14 @@ DAMAGE: dict[str, tuple[str, bytes | str, str]] = {
         '{"step": 2, "loss": 1e-320, "lr": 1e300, "seconds": -1e308, "tokens": 1e309}\n', ""),
     "steps that are none": (
         "metrics.jsonl", '{"step": 1, "loss": 1}\n{"step": true}\n{"step": "2"}\n{"step": -3}\n{"step": 1e9}\n'
-        '{"step": 99999999999999999999}\n', "5 lines name no step"),
+        '{"step": 99999999999999999999}\n', "5 lines without a step"),
     "values that are none": (
         "metrics.jsonl", '{"step": 1, "loss": [1], "lr": {"a": 1}, "skipped": [], "reason": {}, "epoch": [], "x": "y",'
         '"time/forward": "a", "seconds/a": [], "rollout": {}}\n', ""),
     "bad UTF-8": ("metrics.jsonl", b'{"step": 1, "loss": 1}\n{"step": 2, "\xff\xfe": 1}\n\x80\n', "is not UTF-8"),
     "lists and brackets": (
-        "metrics.jsonl", '{"step": 1, "loss": 1}\n[1]\n' + "[" * 100_000 + "\n1\n", "3 lines are no"),
-    "digits": ("metrics.jsonl", f'{{"step": 1, "loss": 1}}\n{{"step": 2, "loss": {BIG}}}\n', "1 lines are no"),
+        "metrics.jsonl", '{"step": 1, "loss": 1}\n[1]\n' + "[" * 100_000 + "\n1\n", "3 lines are not"),
+    "digits": ("metrics.jsonl", f'{{"step": 1, "loss": 1}}\n{{"step": 2, "loss": {BIG}}}\n', "1 lines are not"),
     "a thousand metrics": (
         "metrics.jsonl", json.dumps({"step": 1, **{f"m/{n}": 1.0 for n in range(5000)}}) + "\n", ""),
     "tagged YAML": ("config.yaml", "model: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
@@ -37,8 +37,8 @@ DAMAGE: dict[str, tuple[str, bytes | str, str]] = {
     "lists for mappings": ("config.yaml", "model: [a]\ndata: b\nrl:\ntrain: {seed: [1, {a: b}]}\n", ""),
     "a list of YAML": ("config.yaml", "- a\n", "expected sections"),
     "bytes for YAML": ("config.yaml", b"\xff\xfe\x00", "cannot be read"),
-    "a broken summary": ("summary.json", "{", "is no JSON"),
-    "a list for a summary": ("summary.json", "[1]", "is no JSON object"),
+    "a broken summary": ("summary.json", "{", "not valid JSON"),
+    "a list for a summary": ("summary.json", "[1]", "not a JSON object"),
     "a summary of other types": (
         "summary.json", '{"seconds": [1], "versions": 3, "stopped": {}, "data": [], "skipped_steps": "a"}', ""),
     "seconds that are none": (
@@ -48,7 +48,7 @@ DAMAGE: dict[str, tuple[str, bytes | str, str]] = {
     "starts of other types": (
         "starts.jsonl", '7\n{"ended": 3}\n{"started": "x", "mesh": [1], "ranks": "a", "versions": {"b": [1]}}\n'
         '{"started": "9999-12-31T23:59:59-23:00", "mesh": {"a": {}}, "ranks": 1e9, "step": -1}\n{"ended": []}\n',
-        "1 lines are no"),
+        "1 lines are not"),
     "samples of a machine that is none": (
         "system.jsonl", '{"time": "x", "system/cpu": []}\n{"time": NaN, "system/cpu": "a", "system/gpu/watts": 1e308}\n'
         '{"time": 1e29, "system/memory_gib": 1e29, "system/gpu0/watts": 1}\n{"time": -5, "system/cpu": 0.5}\n', ""),
@@ -113,7 +113,7 @@ def test_a_report_is_written_to_no_file_that_a_run_points_at(
     run = make_run(tmp_path / "run")
     make(run / "report.html")
     assert cli.main(["report", str(run)]) == 2
-    assert f"{run}/report.html: is no regular file and is not overwritten" in capsys.readouterr().err
+    assert f"{run}/report.html: not a regular file, so weft does not overwrite it" in capsys.readouterr().err
     assert not (run / "nowhere").exists() and (make is not to_a_file or (run / "other").read_text() == "precious")
     assert cli.main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
 

@@ -339,7 +339,7 @@ def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["model.dcp_weights=s3://a/b"], "model.dcp_weights s3://a/b"),
         (
             [f"model.dcp_weights={home}", "model.init=random"],
-            "model.init is random, but model.dcp_weights names weights",
+            "model.init is random, so the weights in model.dcp_weights",
         ),
         ([f"model.dcp_weights={home}", "lora.rank=2"], f"weft export {home} --model {home}"),
         (["optimizer.load_state=true", "model.init=random"], "model.dcp_weights is null"),

@@ -280,10 +280,10 @@ def test_a_run_with_deltas_is_the_run_without(tmp_path: Path) -> None:
     [
         (
             ["rollout.engine=sglang", "rollout.python=/p"],
-            "rollout.sync would have no effect: only engines of weft's own",
+            "rollout.sync would have no effect: only the engines hf and vllm",
         ),
-        (["rollout.engine=hf", "lora.rank=4"], "with lora only adapters are sent: set rollout.sync=full"),
-        (["rollout.engine=hf", "rollout.transport=files"], "rollout.transport=files does not go through memory that"),
+        (["rollout.engine=hf", "lora.rank=4"], "with lora weft sends only adapters: set rollout.sync=full"),
+        (["rollout.engine=hf", "rollout.transport=files"], "rollout.transport=files does not use host memory"),
         (["rollout.engine=hf", "cluster.placement=colocated"], "engines free their weights while trainers train"),
     ],
 )

@@ -122,7 +122,7 @@ def test_engines_on_hosts(cluster: None, tmp_path: Path, monkeypatch: pytest.Mon
 
 async def a_host_that_cannot(group: ActorGroup, config: RlConfig, folder: Path) -> None:
     """An engine that cannot run where it was put is told before anything starts."""
-    with pytest.raises(UserError, match=r"needs 2 CPUs, and no host of the Ray cluster has more than 1"):
+    with pytest.raises(UserError, match=r"needs 2 CPUs, but no host of the Ray cluster has more than 1"):
         check_capacity([Bundle(cpus=2.0)])
     await check_hosts(config, group)
     program = folder / "env/bin/python"

@@ -443,15 +443,13 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.temperature is 0.001, which vLLM would raise to 0.01"):
         config_of(tmp_path, "rollout.engine=vllm", "rollout.temperature=0.001")
     for key, value, disabled in (("top_p", "0.9", 1), ("top_k", "20", 0), ("min_p", "0.1", 0)):
-        message = (
-            rf"rollout.{key} is {value}, but vllm does not say how much .*: set rollout.{key}={disabled} \(evaluation"
-        )
+        message = rf"rollout.{key} is {value}, but vllm does not report the kept .*: set rollout.{key}={disabled} "
         with pytest.raises(UserError, match=message):
             config_of(tmp_path, "rollout.engine=vllm", f"rollout.{key}={value}")
         config_of(tmp_path, "rollout.engine=hf", f"rollout.{key}={value}")
     held_out = [f"eval.path={tmp_path}/data.jsonl", "eval.samples=2", "eval.top_p=0.9", "eval.top_k=20"]
     assert config_of(tmp_path, "rollout.engine=vllm", *held_out).eval.top_p == 0.9
-    with pytest.raises(UserError, match=r"rollout.python is not set: weft installs no SGLang"):
+    with pytest.raises(UserError, match=r"rollout.python is not set, and weft does not install SGLang"):
         config_of(tmp_path, "rollout.engine=sglang")
 
 

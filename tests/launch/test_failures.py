@@ -367,7 +367,7 @@ def test_the_kernels_kills_are_told_from_others() -> None:
         diagnose([], {1: -9}, Evidence(flight_records, oom_kills=0), 2),
     )
     assert unknown.kind == not_oom.kind == "killed"
-    assert "often the kernel" in unknown.message and "not by the kernel" in not_oom.message
+    assert "probably by the kernel" in unknown.message and "not by the kernel" in not_oom.message
     failure = diagnose([], {1: -9}, Evidence(flight_records, oom_kills=1), 2)
     assert failure.kind == "memory"
     assert "rank 1 was killed by the kernel, which is short of memory\nin step 2 of 9, forward" in failure.message
@@ -643,7 +643,7 @@ sys.exit(guarded(end) if ":" in ends[attempt] else int(ends[attempt]))
         (["0"], 1, 0, ""),
         (["2", "0"], 1, 2, "not restarted: the error has to be fixed first"),
         (["143", "0"], 1, 143, ""),
-        (["10", "1", "12", "13", "0"], 4, 13, "not restarted: 3 restarts are used up"),
+        (["10", "1", "12", "13", "0"], 4, 13, "not restarted: all 3 restarts are used"),
         (
             ["killed: trainer rank 0 died", "killed: trainer rank 1 died", "0"],
             3,

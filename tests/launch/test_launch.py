@@ -191,20 +191,20 @@ def test_ranks_that_do_not_know_the_first_host_are_refused() -> None:
 
 
 NO_RANKS = [
-    ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a', but it must be a number, 0 or more"),
-    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1', but"),
-    ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='', but"),
-    ({"RANK": "\u0663", "WORLD_SIZE": "4"}, "RANK='\u0663', but"),
-    ({"RANK": "x"}, "RANK='x', but"),
-    ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0', but it must be a number, 1 or more"),
+    ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a', which is not a number, 0 or more"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1', which"),
+    ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='', which"),
+    ({"RANK": "\u0663", "WORLD_SIZE": "4"}, "RANK='\u0663', which"),
+    ({"RANK": "x"}, "RANK='x', which"),
+    ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0', which is not a number, 1 or more"),
     ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999"),
     ({"RANK": "7", "WORLD_SIZE": "2"}, "RANK=7 and WORLD_SIZE=2, but ranks count from 0"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1.5"}, "LOCAL_RANK='1.5', but"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0', but"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"}, "MASTER_PORT='65536', but it must be a number, 0 to"),
-    ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x', but"),
-    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x', but"),
-    (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "RANK='x', but"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1.5"}, "LOCAL_RANK='1.5', which"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0', which"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"}, "MASTER_PORT='65536', which is not a number, 0 to"),
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x', which"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x', which"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "RANK='x', which"),
     (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x', but"),
 ]
 
@@ -316,7 +316,9 @@ def test_a_process_group_that_lacks_a_device_is_refused(
     monkeypatch.setattr(process, "choose_device", lambda *_: torch.device("cuda", 0))
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(UserError, match=rf"\({backend}\) supports no tensors on {lacks}.*'cpu:gloo,cuda:nccl'"):
+        with pytest.raises(
+            UserError, match=rf"\({backend}\) does not support tensors on {lacks}.*'cpu:gloo,cuda:nccl'"
+        ):
             join("auto")
     finally:
         dist.destroy_process_group()

@@ -138,11 +138,11 @@ def test_every_accelerator_that_a_plan_assumes_is_of_the_one_table() -> None:
 
 def test_old_and_foreign_cards_are_named() -> None:
     assert limits_of((9, 0), True) == limits_of((8, 0), True) == ""
-    assert limits_of((7, 0), True).endswith("bf16 is emulated, slowly: set fsdp.param_dtype=fp16")
+    assert limits_of((7, 0), True).endswith("bf16 is emulated, which is slow: set fsdp.param_dtype=fp16")
     assert limits_of((7, 5), False) == (
-        "compute capability 7.5: attention is per_document's, because flash attention needs 8.0"
+        "compute capability 7.5: weft uses the attention kernel per_document, because flash attention needs 8.0"
     )
-    assert limits_of(None, True).startswith("AMD accelerators are not supported")
+    assert limits_of(None, True).startswith("weft does not support AMD accelerators")
 
 
 def test_the_peak_of_a_cpu_is_unknown() -> None:

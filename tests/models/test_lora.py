@@ -264,7 +264,7 @@ def test_a_run_ends_in_an_adapter_that_is_exported_and_merged(tmp_path: Path) ->
     config = json.loads((checkpoint / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (2, 4) and config["target_modules"] == sorted(LLAMA)
     exported = export.run(ExportOptions(path=str(tmp_path / "run"), dtype="bf16"))
-    with pytest.raises(UserError, match=r"--format dcp: .* holds an adapter: weft merge"):
+    with pytest.raises(UserError, match=r"--format dcp: .* is an adapter: weft merge"):
         export.run(ExportOptions(path=str(tmp_path / "run"), format="dcp"))
     masters, rounded = (load_file(folder / "adapter_model.safetensors") for folder in (checkpoint, exported))
     assert {name: tensor.bfloat16() for name, tensor in masters.items()}.keys() == rounded.keys()

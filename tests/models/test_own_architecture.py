@@ -93,7 +93,7 @@ def test_a_module_in_the_models_folder_is_never_run(
 
 WRONG = {
     "model.imports=[nowhere]": "there is no module nowhere",
-    "model.imports=['my model']": "'my model' is no name of a module: write my_model",
+    "model.imports=['my model']": "'my model' is not the name of a module: write my_model",
     "model.imports=[my_model.py]": "write my_model",
 }
 

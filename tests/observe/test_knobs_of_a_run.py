@@ -49,7 +49,7 @@ def test_the_start_says_what_was_asked_for(folder: Path, capsys: pytest.CaptureF
         "parameters, gradients and optimizer state on the host"
     )
     assert "weights" in printed["memory"] and "a rank, gathered units" in printed["memory"]
-    assert printed["host"].endswith("of host memory a rank for checkpoint copies")
+    assert printed["host"].endswith("of host memory per rank for checkpoint copies")
     assert printed["layers"] == "layers run again in backward (recompute)"
     assert printed["hint"].startswith("hint 4 optimizer steps in all")  # others are for accelerators
     flat = " ".join(out.split())

@@ -121,7 +121,7 @@ def test_a_step_beyond_the_run_is_refused_before_the_model_is_loaded(
     monkeypatch.chdir(folder)
     monkeypatch.setattr(hf, "build_random", None)
     assert cli.main([*WORDS, "run.dir=late", "profile.steps=[4]"]) == 2
-    assert "profile.steps names step 4, but the run has 3: name earlier steps." in capsys.readouterr().err
+    assert "profile.steps contains step 4, but the run has 3: use earlier steps." in capsys.readouterr().err
 
 
 def test_losses_at_the_end_are_means_where_there_are_enough() -> None:

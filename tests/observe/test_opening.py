@@ -35,12 +35,12 @@ def rl(*overrides: str) -> RlConfig:
 @pytest.mark.parametrize(
     ("overrides", "steps", "documents", "expected", "advice"),
     [
-        ((), 1, 40, "1 optimizer step in all, of 64 documents; 1 epoch of 40 documents", "step.documents=4 "),
-        ((), 8, 500, "8 optimizer steps in all, of 64 documents; 1 epoch of 500 documents", "step.documents=12 "),
-        (("step.documents=1",), 3, 3, "3 optimizer steps in all, of 1 document; 1 epoch of 3", "train.epochs=14 "),
-        (("step.tokens=4096",), 2, 9, "2 optimizer steps in all, of up to 4,096 tokens", "step.tokens=1024 "),
+        ((), 1, 40, "1 optimizer step of 64 documents; 1 epoch of 40 documents", "step.documents=4 "),
+        ((), 8, 500, "8 optimizer steps of 64 documents; 1 epoch of 500 documents", "step.documents=12 "),
+        (("step.documents=1",), 3, 3, "3 optimizer steps of 1 document; 1 epoch of 3", "train.epochs=14 "),
+        (("step.tokens=4096",), 2, 9, "2 optimizer steps of up to 4,096 tokens", "step.tokens=1024 "),
         ((), 20, 1280, "20 optimizer steps", None),
-        (("train.steps=1",), 1, 40, "1 optimizer step in all, of 64 documents", None),
+        (("train.steps=1",), 1, 40, "1 optimizer step of 64 documents", None),
     ],
 )
 def test_a_run_of_few_steps_is_told_how_to_get_more(
@@ -63,13 +63,13 @@ def test_a_run_of_few_steps_is_told_how_to_get_more(
     ],
 )
 def test_steps_of_an_epoch_and_in_all(override: str, expected: str) -> None:
-    assert steps_lines(sft(override), 60, 1280, 20)[0] == f"steps    60 optimizer steps in all, {expected}"
+    assert steps_lines(sft(override), 60, 1280, 20)[0] == f"steps    60 optimizer steps {expected}"
 
 
 def test_a_reinforced_run_of_few_steps_is_told_so() -> None:
     assert few_rollout_steps(rl(), 1, 40) == [
         "hint     1 rollout step in all may be too few: rl.prompts_per_step=4 makes smaller steps and more of them, "
-        "train.epochs=40 goes through the prompts more often"
+        "train.epochs=40 repeats the prompts more often"
     ]
     assert few_rollout_steps(rl("train.steps=3"), 3, 40) == [] == few_rollout_steps(rl(), 20, 1280)
 

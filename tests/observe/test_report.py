@@ -104,7 +104,7 @@ def test_a_page_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert shown.open == [] and shown.references == [] and "http" not in re.sub(r"\{.*?\}", "", shown.text)
     assert not re.search(r"@import|url\(|https?://", text)
     for words in (
-        "finished after 120 steps", "some/model", "12K", "7.2K of them trained on", "1.50 GiB", "Tokens/s 200 median",
+        "finished after 120 steps", "some/model", "12K", "7.2K of them trained", "1.50 GiB", "Tokens/s 200 median",
         "1.8000 best, at step 120", "1 skipped; epoch 1", "mean of the last 10; first 10:", "1:40",
         "▲ 1 skipped", "loss is not <finite>", "2 & 2? step 40 <b>1</b> step 80 <b>2</b> step 120 <b>3</b>",
         "120 checkpoints/step-000120 2 KiB", "latest", "optimizer.lr 0.001 1e-05",
@@ -187,7 +187,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
     text = Text(page([read_run(run)])).text
     assert "failed after step 120: KeyError: <x> " in text
     assert "1 KeyError: <x> more in step 1, forward 2 in step 2, forward 0 RuntimeError: Connection in step 0" in text
-    assert "rank-00003.json: is no JSON and is left out" in text
+    assert "rank-00003.json: not valid JSON, omitted" in text
     os.utime(run / "flight" / "rank-00001.json", (0, 0))  # of an earlier start
     assert "failed after step 120: RuntimeError: Connection closed" in Text(page([read_run(run)])).text
     text = Text(page([read_run(with_starts(run, START, lost, START, END))])).text
@@ -285,7 +285,7 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "none")]) == 2
-    assert "it does not exist. Name the run.dir of a run." in capsys.readouterr().err
+    assert "it does not exist. Write the run.dir of a run." in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "it holds no metrics.jsonl" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
@@ -370,7 +370,7 @@ def test_a_page_about_reinforcement_learning(tmp_path: Path) -> None:
     shown = Text(text)
     for words in (
         "Reward 0.5000 the last step; the first: 0.2500", "Held-out accuracy 0.7500 best, at step 4; last: 0.7500",
-        "The best of rollout step 2 <i>question</i> 0 reward 1 (exact 1, style 0.25); 2 tokens, ended by itself "
+        "The best of rollout step 2 <i>question</i> 0 reward 1 (exact 1, style 0.25); 2 tokens, ended "
         "<b>right</b>", "The worst of rollout step 2 <i>question</i> 0 reward 0 ", "all of them: weft rollouts",
     ):  # fmt: skip
         assert words in shown.text, words

@@ -139,7 +139,7 @@ def test_the_thread_samples_and_ends_with_a_last_sample(tmp_path: Path, monkeypa
 def test_a_full_disk_ends_the_samples_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with SystemMonitor(tmp_path / "gone" / "system.jsonl", 0.001, 0, 0, lambda line: None) as monitor:
         monitor._thread.join(20)
-    assert capsys.readouterr().err == "system   system.jsonl is not written any more: No such file or directory\n"
+    assert capsys.readouterr().err == "system   weft no longer writes system.jsonl: No such file or directory\n"
 
 
 def test_a_sample_needs_no_torch() -> None:

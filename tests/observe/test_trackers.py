@@ -120,7 +120,7 @@ def test_one_that_is_stuck_holds_up_nothing(
     tracker.log({"step": 1})
     tracker.finish(failed)
     assert time.monotonic() - began < 5
-    assert "stuck did not receive everything in 0.05 s" in capsys.readouterr().err
+    assert "stuck did not receive all metrics within 0.05 s" in capsys.readouterr().err
 
 
 def test_without_trackers_nothing_is_written_and_no_thread_runs(tmp_path: Path) -> None:
@@ -143,11 +143,11 @@ def test_what_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.M
 
 
 def test_a_step_or_rank_that_is_none_of_the_runs_cannot_be_traced() -> None:
-    with pytest.raises(UserError, match=r"profile.steps names step 9, but the run has 6"):
+    with pytest.raises(UserError, match=r"profile.steps contains step 9, but the run has 6"):
         check_profile(ProfileConfig(steps=(3, 9)), steps=6)
-    with pytest.raises(UserError, match=r"profile.ranks names rank 2, but the run has 2, 0 to 1"):
+    with pytest.raises(UserError, match=r"profile.ranks contains rank 2, but the run has 2, 0 to 1"):
         check_profile(ProfileConfig(steps=(3,), ranks=(0, 2)), world=2)
-    with pytest.raises(UserError, match=r"has one, rank 0: leave profile.ranks out"):
+    with pytest.raises(UserError, match=r"has only rank 0: remove profile.ranks"):
         check_profile(ProfileConfig(steps=(3,), ranks=(1,)), world=1)
     check_profile(ProfileConfig(steps=(6,), ranks=(1,)), steps=6, world=2)
 

@@ -136,7 +136,7 @@ def test_verify_reads_the_files_of_bitsandbytes_by_that_package(tmp_path: Path, 
     path = bitsandbytes_source(tmp_path / "model", bits)
     with mock.patch("importlib.util.find_spec", return_value=None), pytest.raises(UserError) as error:
         require_packages(str(path))
-    assert "cannot read it: pip install bitsandbytes accelerate." in str(error.value)
+    assert "which needs it to read the files: pip install bitsandbytes accelerate." in str(error.value)
     require_packages(saved_model("llama"))
     pytest.importorskip("bitsandbytes")
     require_packages(str(path))

@@ -360,7 +360,7 @@ def test_the_schedule_says_how_many_rows_are_kept(mesh: str, expected: list[int]
     assert run(2, most_kept, model_of("llama", mesh), mesh) == expected
 
 
-# ---------------------------------------------------------------- what does not go together with it
+# ---------------------------------------------------------------- what cannot be combined with it
 
 APART = [
     "fsdp.wrap=[layers]",
@@ -375,7 +375,7 @@ def given() -> list[str]:
 @pytest.mark.parametrize("word", APART)
 def test_what_does_not_go_together_is_refused_by_key(word: str) -> None:
     key = word.partition("=")[0]
-    with pytest.raises(UserError, match=rf"{re.escape(key)} does not go together with mesh\.pp = 2: .*mesh\.pp=1"):
+    with pytest.raises(UserError, match=rf"{re.escape(key)} cannot be combined with mesh\.pp = 2: .*mesh\.pp=1"):
         load_config([], [*given(), word])
 
 
@@ -385,7 +385,7 @@ STAGED_CRITIC = ["rl.reward=[math]", "rl.algorithm=ppo", "mesh.pp=1", "critic.pp
 def test_a_critic_alone_may_be_in_stages_and_is_refused_the_same() -> None:
     config = load_config([], [*given(), *STAGED_CRITIC, "mesh.pp_schedule=GPipe"], RlConfig)
     assert config.mesh.pp == 1 and config.critic.pp == 2
-    with pytest.raises(UserError, match=r"fsdp\.wrap does not go together with critic\.pp = 2: .*critic\.pp=1"):
+    with pytest.raises(UserError, match=r"fsdp\.wrap cannot be combined with critic\.pp = 2: .*critic\.pp=1"):
         load_config([], [*given(), *STAGED_CRITIC, "fsdp.wrap=[layers]"], RlConfig)
     with pytest.raises(UserError, match=r"mesh\.pp_schedule would have no effect"):
         load_config([], [*given(), *STAGED_CRITIC[:-1], "mesh.pp_schedule=GPipe"], RlConfig)

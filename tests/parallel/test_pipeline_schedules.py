@@ -286,7 +286,7 @@ REFUSED = [
 @pytest.mark.parametrize(("key", "value", "instead"), REFUSED)
 def test_what_does_not_go_together_is_refused_by_key(schedule: str, key: str, value: str, instead: str) -> None:
     words = [*given(), f"mesh.pp_schedule={schedule}", "mesh.dp_replicate=2", "fsdp.reduce=every"]
-    message = rf"{key} does not go together with mesh\.pp_schedule = {schedule}: .*Set {key}={instead}, or mesh\.pp_sch"
+    message = rf"{key} cannot be combined with mesh\.pp_schedule = {schedule}: .*Set {key}={instead}, or mesh\.pp_sch"
     with pytest.raises(UserError, match=message):
         load_config([], [*words, f"{key}={value}"])
     load_config([], [*words, f"{key}={instead}"])

@@ -153,11 +153,11 @@ def test_a_teacher_compares_whole_distributions() -> None:
     words = ["model.path=m", "data.path=org/d", "rl.teacher=t", "rollout.engine=vllm"]
     assert load_config([], words, RlConfig).rl.reward == ()
     for key, value in (("top_p", 0.95), ("top_k", 20), ("min_p", 0.1)):
-        with pytest.raises(UserError, match=f"rollout.{key} is {value}, so that samples leave tokens out"):
+        with pytest.raises(UserError, match=f"rollout.{key} is {value}, which excludes tokens"):
             load_config([], [*words, f"rollout.{key}={value}", "rollout.allow_truncated=true"], RlConfig)
     with pytest.raises(UserError, match="rl.dynamic_sampling is 3, but without rl.reward"):
         load_config([], [*words, "rl.dynamic_sampling=3"], RlConfig)
     with pytest.raises(UserError, match="set rl.old_logprobs=recompute"):
         load_config([], [*words, "rl.teacher_in=advantage", "rl.old_logprobs=rollout"], RlConfig)
-    with pytest.raises(UserError, match="has a critic, which would not learn the teacher's part"):
+    with pytest.raises(UserError, match="has a critic, which does not learn the teacher's term"):
         load_config([], [*words, "rl.teacher_in=advantage", "rl.algorithm=ppo"], RlConfig)

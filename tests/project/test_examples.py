@@ -85,7 +85,7 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
     if name in PARAMETERS:
         parameters = PARAMETERS[name] + 1024 * (words[0] == "reward")  # a head of one number
         assert f"{parameters:,} parameters" in out or _frozen(out) == parameters
-        assert f"weights  there are none in examples/models/{name} yet" in out
+        assert f"weights  examples/models/{name} contains no weights yet" in out
         assert not list((ROOT / "examples/models" / name).glob("*.safetensors")), "the test is of a config alone"
     if words[0] == "rl":
         assert ("reward   " in out or "teacher" in out) and "memory of a rank" in out and "None x" not in out
@@ -114,7 +114,7 @@ def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
     words = ["sft", "examples/sft_qwen3_4b.yaml", "fsdp.param_dtype=auto", "--dry-run"]
     assert cli.main([*words, "--assume", "h100-80gb"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "ranks 8, as mesh says (--nproc N for others)" in out
+    assert "ranks 8, the product of mesh (--nproc N sets another number)" in out
     assert "attention kernel varlen" in out and "compute bfloat16" in out
     assert "h100-80gb (--assume) has 79.1 GiB" in out
     assert "rows of 16,384 tokens keep 5.778 GiB for backward (model.recompute=full)" in out
@@ -127,7 +127,7 @@ def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
     assert "--assume needs --dry-run" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert cli.main([*words, "--device", "cuda"]) == 2
-        assert "a dry run takes --assume h100-80gb" in capsys.readouterr().err
+        assert "For a dry run use --assume h100-80gb" in capsys.readouterr().err
 
 
 def test_a_dry_run_of_64_gpus_counts_what_each_has(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,8 +135,8 @@ def test_a_dry_run_of_64_gpus_counts_what_each_has(checkout: Path, capsys: pytes
     words = ["sft", "examples/sft_qwen3_32b.yaml", "--dry-run", "--assume", "h100-80gb"]
     assert cli.main([*words, "mesh.tp=8", "mesh.cp=4", "mesh.dp_shard=2", "data.max_length=65536"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "tp layers divided over 8 ranks" in out
-    assert "cp documents longer than 16,384 tokens are cut over up to 4 ranks (ring 4)" in out
+    assert "tp layers split over 8 ranks" in out
+    assert "cp documents longer than 16,384 tokens are split over up to 4 ranks (ring 4)" in out
     assert "FSDP units, the part of one of 8 ranks of tp" in out and "32.8B embed_tokens.weight" in out
     assert "weights 1.907 GiB + gradients 1.907 GiB + optimizer 3.815 GiB" in out  # 16 bytes x 32.8e9 / 64
     assert "rows of 16,384 tokens, a rank's part of 65,536, keep 2.372 GiB for backward (model.recompute=full)" in out
@@ -146,7 +146,7 @@ def test_a_dry_run_of_long_documents(checkout: Path, capsys: pytest.CaptureFixtu
     words = ["sft", "examples/sft_qwen3_4b_128k.yaml", "--dry-run", "--assume", "h100-80gb"]
     assert cli.main([*words, "mesh.ulysses=4"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "cut over up to 4 ranks (ulysses 4); shorter ones send nothing" in out
+    assert "split over up to 4 ranks (ulysses 4); shorter ones send nothing" in out
     assert "rows of 32,768 tokens, a rank's part of 131,072, keep 11.56 GiB for backward" in out
     assert cli.main([*words, "mesh.cp=2", "mesh.dp_shard=4"]) == 2
     assert "set step.max_tokens_per_device=65536, or data.max_length=65536, or mesh.cp=4" in capsys.readouterr().err
@@ -170,10 +170,10 @@ def test_a_dry_run_of_stages_with_experts_and_long_documents(
     assert cli.main(words) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "8 stages of layers: 0 to 11 (30,475,389,952 parameters), 12 to 23" in out
-    assert "cut over up to 4 ranks (ring 4)" in out and "ep 8 0-7 | 8-15" in out
+    assert "split over up to 4 ranks (ring 4)" in out and "ep 8 0-7 | 8-15" in out
     assert "weights 14.19 GiB + gradients 14.19 GiB + optimizer 14.19 GiB = 42.57 GiB a rank" in out
     assert cli.main([*words, "fsdp.cast_forward_inputs=['*.norm']"]) == 2
-    assert "fsdp.cast_forward_inputs does not go together with mesh.pp = 8" in capsys.readouterr().err
+    assert "fsdp.cast_forward_inputs cannot be combined with mesh.pp = 8" in capsys.readouterr().err
 
 
 def test_a_dry_run_of_a_vision_model(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +182,7 @@ def test_a_dry_run_of_a_vision_model(checkout: Path, capsys: pytest.CaptureFixtu
     assert cli.main(words) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "dp_shard 2 0,2 | 1,3 | 4,6 | 5,7" in out and "cp 2 0-1 | 2-3 | 4-5 | 6-7" in out
-    assert "cp documents of text longer than 16,384 tokens are cut over up to 2 ranks (ulysses 2)" in out
+    assert "cp documents of text longer than 16,384 tokens are split over up to 2 ranks (ulysses 2)" in out
     assert "eager forward, documents, with images and without, do not see each other" in out
     assert "parts vision 632M frozen, projector 44.6M frozen, language 7.62B trained (model.freeze)" in out
     assert "images an image takes up to 3,520 tokens of a row: 1,337, and 2,183 for its patches; a document" in out

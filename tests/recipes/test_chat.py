@@ -125,7 +125,7 @@ def test_a_terminal_has_a_conversation(
     assert conversations == [["a"], ["a", "b"], ["c"]]
     out = capsys.readouterr().out
     assert "step-000004 on cpu" in out and "/exit or Ctrl-D ends" in out and "(stopped)" in out
-    assert "/quitt is no command and was not sent" in out and "/save is no command" in out
+    assert "/quitt is not a command, and weft did not send it" in out and "/save is not a command" in out
 
 
 def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         find_model(str(run / "checkpoints" / "step-000002"), 2)
     with pytest.raises(UserError, match="is no folder"):
         find_model(str(tmp_path / "none"), None)
-    with pytest.raises(UserError, match=r"holds no config.json"):
+    with pytest.raises(UserError, match=r"contains no config.json"):
         find_model(str(tmp_path), None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="adapter/none is no folder"):  # the hub is not asked: the folder is here

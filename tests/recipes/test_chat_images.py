@@ -139,7 +139,7 @@ def test_a_terminal_takes_images(
     assert "/image PATH adds an image" in out and "(a.png (40 x 24 pixels) is added to your first message)" in out
     assert "(a b.png (32 x 32 pixels) is added to your next message)" in out
     assert "error: /image (" in out and "none.png): there is no such file.\n" in out
-    assert "error: /image: name the file of an image" in out and "error: the message: contains <|image_pad|>" in out
+    assert "error: /image: write the path of an image" in out and "error: the message: contains <|image_pad|>" in out
 
 
 REFUSED = {
@@ -179,7 +179,7 @@ def test_models_without_images_say_so(files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template, which images need"):
         opened(str(path), files / "a.png")
     (path / "preprocessor_config.json").unlink()
-    with pytest.raises(UserError, match=r"has no images: the image processor of .*vision cannot be created"):
+    with pytest.raises(UserError, match=r"accepts no images: the image processor of .*vision cannot be created"):
         opened(str(path), files / "a.png")
     assert opened(str(path)).say("who?")
 

@@ -44,7 +44,7 @@ def test_numbers_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert "long     no document is longer than 20 tokens (step.max_tokens_per_device)" in out
     # Without the last of each document, 3 + 5 + 9 + 3 = 20 tokens of the first step take a row of 20, 19 + 6 of the
     # second two.
-    assert "steps    2 in an epoch, of 4 documents each; the first has 24 tokens, of which 20 trained" in out
+    assert "steps    2 in an epoch, with 4 documents each; the first has 24 tokens, of which 20 are trained" in out
     assert "rows     of 20 tokens on 1 rank: 1 to 2 micro-batches in a step, fill 81%" in out  # 20 / 20 and 25 / 40
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["all"])
     assert row[1:] == ["4", "4", "7", "20", "20", "20", "8"]
@@ -55,9 +55,9 @@ def test_numbers_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("policy", "consequence"),
     [
-        ("error", "training would refuse them: raise it, or set data.long_documents to truncate or drop"),
-        ("truncate", "they lose their ends, 14 tokens (data.long_documents)"),
-        ("drop", "they are left out (data.long_documents)"),
+        ("error", "training would refuse them: raise the limit, or set data.long_documents to truncate or drop"),
+        ("truncate", "their ends are removed, 14 tokens (data.long_documents)"),
+        ("drop", "they are omitted (data.long_documents)"),
     ],
 )
 def test_long_documents(policy: str, consequence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_every_row_is_read_and_bad_ones_are_listed(
     assert err.count("has `body`") == 1
     assert err.strip().endswith("Fix them, or skip them with data.bad_rows=drop.")
     out = shown(capsys, "data.path=bad.jsonl", "data.bad_rows=drop")
-    assert "bad      25 rows are left out (data.bad_rows=drop):" in out and "to bad.jsonl:1025: has" in out
+    assert "bad      25 rows are omitted (data.bad_rows=drop):" in out and "to bad.jsonl:1025: has" in out
     assert "2,975 documents (text)" in out
     assert "steps    47 in an epoch" in out  # 2,975 documents, 64 in a step
     unclear = {"messages": chat(("user", "hi"))["messages"]}

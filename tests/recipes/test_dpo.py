@@ -172,8 +172,8 @@ def test_a_dry_run_counts_the_trained_model_without_the_references_ranks(capsys:
     assert cli.main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mesh"]["ranks"] == 4
     for words, message in (
-        (["reference.ranks=6"], "reference.ranks=6 of 6 leaves no rank to the trained model: start with --nproc 7"),
-        (["reference.tp=3"], "the reference (keys reference.* in place of mesh.*)"),
+        (["reference.ranks=6"], "reference.ranks=6 of 6 leaves no rank for the trained model: start with --nproc 7"),
+        (["reference.tp=3"], "the reference (its mesh has the keys reference.*, not mesh.*)"),
         (["mesh.tp=3"], "4 ranks are not a multiple of"),
         (
             ["reference.ranks=3", "reference.tp=3"],
@@ -406,22 +406,22 @@ def test_a_pair_that_is_too_long_goes_as_a_whole(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[list[str], str]] = [
-    (["preference.loss=dpo"], "preference.loss: dpo is none of"),
+    (["preference.loss=dpo"], "preference.loss: dpo is not one of"),
     (["preference.loss=dpo"], "The loss of DPO is sigmoid"),
-    (["preference.loss=[sigmoid,kto]"], "kto is of answers one by one"),
+    (["preference.loss=[sigmoid,kto]"], "kto reads single answers"),
     (["preference.loss=[sigmoid,sft]", "preference.weights=[1.0]"], "1 numbers for 2 losses"),
     (["preference.loss=exo_pair"], "label_smoothing is 0"),
-    (["preference.loss=simpo", "preference.ld_alpha=0.5"], "no meaning for simpo"),
-    (["preference.loss=simpo", "reference.path=m"], "no loss of preference.loss reads it"),
-    (["lora.rank=4", "reference.tp=2"], "without its adapters is the reference"),
+    (["preference.loss=simpo", "preference.ld_alpha=0.5"], "no effect on simpo"),
+    (["preference.loss=simpo", "reference.path=m"], "no loss in preference.loss reads it"),
+    (["lora.rank=4", "reference.tp=2"], "the reference is the model without its adapters"),
     (["lora.rank=4", "lora.dropout=0.1"], "lora.dropout=0"),
-    (["reference.ranks=1", "preference.cache=disk"], "its ranks would then wait"),
-    (["reference.ranks=1", "preference.loss=kto"], "with answers to other prompts"),
-    (["lora.rank=4", "reference.ranks=1"], "without its adapters is the reference"),
-    (["train.neftune_noise_alpha=5"], "other noise"),
+    (["reference.ranks=1", "preference.cache=disk"], "its ranks would then be idle"),
+    (["reference.ranks=1", "preference.loss=kto"], "the mismatched pairs"),
+    (["lora.rank=4", "reference.ranks=1"], "the reference is the model without its adapters"),
+    (["train.neftune_noise_alpha=5"], "different noise"),
     (["data.train_on=all"], "after the prompt"),
-    (["train.loss=a:b"], "preference.loss says what is trained"),
-    (["preference.label_smoothing=0.1", "preference.loss=hinge"], "no loss of preference.loss reads it"),
+    (["train.loss=a:b"], "preference.loss defines the loss"),
+    (["preference.label_smoothing=0.1", "preference.loss=hinge"], "no loss in preference.loss reads it"),
 ]  # fmt: skip
 
 
@@ -509,6 +509,6 @@ def test_a_reference_of_nan_is_named(tmp_path: Path) -> None:
     """And not taken for a row that the cache lacks."""
     with pytest.raises(
         Exception,
-        match=r"the reference \(.*\) gives log probabilities that are not finite, of documents .*pairs.jsonl:\d",
+        match=r"the reference \(.*\) computes log probabilities that are not finite, for documents .*pairs.jsonl:\d",
     ):
         run(1, of_nan, config_of(tmp_path / "run"))

@@ -335,7 +335,7 @@ def test_the_best_of_other_documents_or_another_figure_is_forgotten() -> None:
     first.update(3, {"eval/loss": 1.0})
     for config, digest in ((schema.EvalConfig(), "abd"), (schema.EvalConfig(metric="eval/a/loss"), "abc")):
         changed = BestEvaluation(config, digest)
-        assert "its best is forgotten" in changed.restore(first.state(saved=True))[0] and changed.value is None
+        assert "the earlier best is discarded" in changed.restore(first.state(saved=True))[0] and changed.value is None
     same = BestEvaluation(schema.EvalConfig(), "abc")
     assert same.restore(first.state(saved=True)) == [] and same == first
 
@@ -413,15 +413,15 @@ REFUSED = {
     "a file that is not there": (["eval.path=hold.jsonl"], r"eval\.path hold\.jsonl does not exist.*mean held\.jsonl"),
     "a source that is not there": (["eval.sources=[{path: no.jsonl}]"], r"eval\.sources no\.jsonl does not exist"),
     "a source with a weight": (["eval.sources=[{path: held.jsonl, weight: 2}]"], r"held\.jsonl: weight: every"),
-    "two of one name": (["eval.sources=[{path: held.jsonl}, {path: held.jsonl}]"], r"eval\.sources: two sources are"),
+    "two of one name": (["eval.sources=[{path: held.jsonl}, {path: held.jsonl}]"], r"eval\.sources: two sources have"),
     "a path and sources": (["eval.path=held.jsonl", "eval.sources=[{path: held.jsonl}]"], r"are both set: keep one"),
-    "no sources": (["eval.sources=[]"], r"eval\.sources: is empty: name at least one source, or set eval\.path"),
-    "a text as a file of prompts": (["eval.prompts=Who"], r"eval\.prompts Who is no file: .*'eval\.prompts=\[Who\]'"),
-    "a list that YAML does not read": (["eval.prompts=[Who?]"], r"\[Who\?\] is no list to YAML: quote each text"),
-    "no prompts": (["eval.prompts=[]"], r"eval\.prompts is empty: name a file"),
+    "no sources": (["eval.sources=[]"], r"eval\.sources: is empty: write at least one source, or set eval\.path"),
+    "a text as a file of prompts": (["eval.prompts=Who"], r"prompts Who is not a file: .*'eval\.prompts=\[Who\]'"),
+    "a list that YAML does not read": (["eval.prompts=[Who?]"], r"\[Who\?\] is not a list in YAML: quote each text"),
+    "no prompts": (["eval.prompts=[]"], r"eval\.prompts is empty: write a file"),
     "a figure that is not there": (
         ["eval.sources=[{name: a, path: held.jsonl}]", "eval.patience=1", "eval.metric=eval/b/loss"],
-        r"eval\.metric is eval/b/loss, which is not evaluated: set it to eval/loss or eval/a/loss",
+        r"eval\.metric is eval/b/loss, which this run does not compute: set it to eval/loss or eval/a/loss",
     ),
     "patience without a loss": (["eval.prompts=[a]", "eval.patience=1"], r"eval\.patience would have no effect"),
     "the best of one": (

@@ -294,7 +294,7 @@ def test_a_reference_is_counted_only_where_a_second_copy_is_held(tmp_path: Path)
         (row,) = further_models.rows(MeshSizes(1, 1, 1, 1, 1, 1))
         assert (bool(row.weights), further_models.models[0].reads) == (has_weights, reads), override
         assert bool(row.note) == (override != "preference.cache=off")
-    assert re.fullmatch(r"in 2 ranks of its own, [\d.]+ KiB on each; read in the first epoch .*", row.note), row.note
+    assert re.fullmatch(r"on 2 separate ranks, [\d.]+ KiB on each; computed in the first epoch .*", row.note), row.note
     further_models, _ = beside_of(load_config([], [*required, "preference.loss=simpo"], schema), 1)
     assert not further_models.rows(MeshSizes(1, 1, 1, 1, 1, 1))
 
@@ -313,12 +313,12 @@ def test_a_model_on_ranks_of_its_own_adds_what_it_takes_longer_than_a_step(
         reading, adds = (sum(float(part[n]) for part in parts) for n in (1, 2))
         assert reading > 0 and adds == pytest.approx(0.0 if key in words else reading)
         seconds[len(words)] = float(step) - adds
-        assert ("in 2 ranks of its own" in out) == (key in words)
+        assert ("on 2 separate ranks" in out) == (key in words)
     assert seconds[2] == pytest.approx(seconds[3], rel=0.02)
     slow = [Reading("slow", 3.0, 3.0, ahead=True), Reading("slower", 6.0, 6.0, ahead=True), Reading("turns", 1.0, 1.0)]
     assert [part.waits for part in with_waits(slow, 4.0)] == pytest.approx([4 / 3, 8 / 3, 1.0])
     assert cli.main(["plan", *make()[1], key, "--ranks", "2"]) == 2
-    assert "leaves no rank to the trained model: start with --ranks 3" in capsys.readouterr().err
+    assert "leaves no rank for the trained model: start with --ranks 3" in capsys.readouterr().err
 
 
 def test_a_step_is_longer_by_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,8 +328,8 @@ def test_a_step_is_longer_by_what_it_reads(capsys: pytest.CaptureFixture[str]) -
     for loss in ("sigmoid", "aot", "simpo"):
         assert cli.main(["plan", *required, "--length", "60", f"preference.loss={loss}"]) == 0
         out = capsys.readouterr().out
-        assert "job      weft dpo: the config has a section preference" in out
-        assert "6 documents a step, two for each of 3 pairs" in out
+        assert "job      weft dpo: the config has the section preference" in out
+        assert "6 documents per step, two for each of 3 pairs" in out
         rows = re.findall(r"^ *(reference: forward|trained model: forward|step) +([\d.e-]+)", out, re.MULTILINE)
         parts[loss] = {name: float(seconds) for name, seconds in rows if name != "step" or "." in seconds}
     assert parts["sigmoid"].keys() == {"reference: forward", "step"}
@@ -342,7 +342,7 @@ def test_a_step_is_longer_by_what_it_reads(capsys: pytest.CaptureFixture[str]) -
 def test_dry_runs_tell_the_loss_and_what_it_is_measured_against(capsys: pytest.CaptureFixture[str]) -> None:
     teacher = str(home() / "wide")
     for command, (_, required), words in (
-        ("dpo", dpo_words(), ("loss     sigmoid", "a reference of its own", "of 3 pairs", "reference")),
+        ("dpo", dpo_words(), ("loss     sigmoid", "a separate reference", "of 3 pairs", "reference")),
         ("reward", dpo_words(), ("loss     bradley_terry; a head of 1 number", "of 3 pairs")),
         (
             "distill",
@@ -554,7 +554,7 @@ def test_what_was_measured_takes_the_place_of_assumptions(tmp_path: Path, monkey
     monkeypatch.setattr(machines, "MEASURED", tmp_path)
     assumed = machine()
     (tmp_path / "a100-80gb.json").write_text('{"source": "another card"}')
-    assert machine() == assumed and "Nothing of this was measured" in assumed.lines()[-1]
+    assert machine() == assumed and "None of this was measured" in assumed.lines()[-1]
     constants = {
         "source": "make gpu on a card", "matmul_rate": 494.5e12, "copy_rate": 2.01e12, "host_rate": 20e9,
         "attention_rate": 98.9e12, "launch": 9e-6,
@@ -774,7 +774,7 @@ def test_a_mesh_of_thousands_of_ranks_is_described(checkout: Path, capsys: pytes
     words = ["plan", "examples/sft_qwen3_235b_a22b.yaml", "--length", "32768", "step.documents=4096"]
     assert cli.main([*words, "--ranks", "4096", "mesh.dp_replicate=64"]) == 0
     out = printed(capsys)
-    assert "235,093,634,560 parameters; 4,096 ranks" in out and "Nothing of this was measured" in out
+    assert "235,093,634,560 parameters; 4,096 ranks" in out and "None of this was measured" in out
     assert "mesh.pp=8 mesh.dp_replicate=64 mesh.dp_shard=2 mesh.cp=4 mesh.ep=8 mesh.ulysses=1" in out
     assert "weights 14.19 GiB" in out and "optimizer 14.19 GiB" in out  # as the dry run has it
     assert "rows to experts all-to-all ep 8" in out and "rows from experts all-to-all ep 8" in out
@@ -806,7 +806,7 @@ def test_what_is_proposed_for_a_length_lets_a_run_have_it(tmp_path: Path, monkey
 
 def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml"]) == 0
-    assert "prompts and answers as long as rollout allows" in printed(capsys)
+    assert "prompts and answers of maximum length" in printed(capsys)
 
 
 def test_answers_to_one_prompt_are_planned_as_the_engine_lays_them_out() -> None:

@@ -156,7 +156,7 @@ def test_the_commands_that_third_parties_run(installed: Path) -> None:
     engine = weft(installed, "engine", "check", "counting")
     assert engine.count("ok ") == 5 and "have the logprobs of plain transformers" in engine
     assert "replied" in weft(installed, "plugins", "environment", "guess", "--row", json.dumps({"secret": 7}))
-    assert "rewards depend on the answers only" in weft(installed, "plugins", "reward", "short")
+    assert "rewards depend only on the answers" in weft(installed, "plugins", "reward", "short")
     assert "neither embedded, hf" in weft(installed, "engine", "check", "none", status=2)
 
 
@@ -210,7 +210,7 @@ def test_an_engine_that_breaks_a_promise_is_found(kind: type[Standalone], error:
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("Broken", "nothing here"), ("SilentEnvironment", "replied nothing and was not done")],
+    [("Broken", "nothing here"), ("SilentEnvironment", "returned no reply and was not done")],
 )
 def test_an_environment_that_breaks_a_promise_is_found(name: str, error: str) -> None:
     with pytest.raises(UserError, match=error):

@@ -116,7 +116,7 @@ def test_a_trained_model_goes_on_with_its_head(trained: tuple[Path, str], weft: 
     done = weft("reward", f"model.path={run}/checkpoints/latest", "data.path=preferences.jsonl", "step.documents=32",
                 "train.steps=1", "run.dir=more", "lora.rank=4")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "the head that it has" in done.stdout and lines(folder / "more")[0]["accuracy"] > 0.9
+    assert "its existing head" in done.stdout and lines(folder / "more")[0]["accuracy"] > 0.9
     described = json.loads((folder / "more/checkpoints/latest/adapter_config.json").read_text())
     assert described["task_type"] == "SEQ_CLS" and described["modules_to_save"] == ["score"]
 
@@ -226,10 +226,10 @@ def test_a_missing_number_of_a_table_is_no_label(kind: LabelKind) -> None:
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    (["lora.rank=4", "lora.dropout=0.1"], "lora.dropout=0"), (["train.loss=my:Loss"], "reward.loss says what"),
+    (["lora.rank=4", "lora.dropout=0.1"], "lora.dropout=0"), (["train.loss=my:Loss"], "reward.loss defines"),
     (["reward.num_labels=3"], "only reward.loss=classification reads it"),
     (["reward.loss=process", "reward.step_separator=''"], "reward.step_separator is empty"),
-    (["train.neftune_noise_alpha=5"], "other noise"), (["eval.prompts=held-out.jsonl"], "gives scores, and no text"),
+    (["train.neftune_noise_alpha=5"], "different noise"), (["eval.prompts=held-out.jsonl"], "returns scores, not text"),
 ])  # fmt: skip
 def test_keys_that_do_not_go_together(workdir: Path, words: list[str], expected: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -240,7 +240,7 @@ def test_keys_that_do_not_go_together(workdir: Path, words: list[str], expected:
 def test_a_reward_model_is_no_model_of_text(trained: tuple[Path, str], workdir: Path) -> None:
     words = [f"model.path={trained[0]}/checkpoints/latest", "data.path=letters.jsonl", "run.dir=text"]
     assert cli.main(["sft", *words, "--dry-run"]) != 0
-    with pytest.raises(UserError, match="gives scores, and no text: `weft eval .*rm DATA`"):
+    with pytest.raises(UserError, match="returns scores, not text: `weft eval .*rm DATA`"):
         open_chat(ChatOptions(path=str(trained[0]), device="cpu"))
 
 

@@ -352,7 +352,7 @@ def test_a_dry_run_says_documents_steps_and_time(workdir: Path, capsys: pytest.C
         r"data     chats.jsonl: 20 documents \(messages\), [\d,]+ tokens, of which [\d,]+ trained; the longest has \d+",
         lines[0],
     )
-    assert lines[1] == "steps    9 optimizer steps in all, of 8 documents; 3 epochs of 20 documents, 3 each"
+    assert lines[1] == "steps    9 optimizer steps of 8 documents; 3 epochs of 20 documents, 3 each"
     assert [line.split()[0] for line in lines[2:]] == ["hint", "template", "ends", "time", "look"]
     assert lines[5].startswith("time     not estimated: the rates of this device are unknown")
     assert cli.main([*words, "--assume", "h100-80gb", "train.epochs=100000000"]) == 0
@@ -368,7 +368,7 @@ def test_a_dry_run_says_documents_steps_and_time(workdir: Path, capsys: pytest.C
         ("data.path=bad.jsonl", "bad.jsonl:2: `messages` must be a list"),
         ("data.max_length=12", "documents are longer than 12 tokens"),
         ("eval.path=bad.jsonl", "bad.jsonl:2: `messages` must be a list"),
-        ("profile={steps: [7]}", "profile.steps names step 7, but the run has 6"),
+        ("profile={steps: [7]}", "profile.steps contains step 7, but the run has 6"),
     ],
 )
 def test_a_dry_run_is_refused_for_what_a_run_is(

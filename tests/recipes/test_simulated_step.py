@@ -232,10 +232,10 @@ def test_a_simulated_step_has_what_is_read_before_it(command: str, mesh: str, ke
 @pytest.mark.parametrize(
     ("command", "keys", "message"),
     [
-        ("distill", {"distill.on_policy": 0.5}, "set distill.on_policy=0, or leave out --simulate"),
-        ("distill", {"distill.teacher": "data"}, "leave out --simulate"),
-        ("distill", {"teacher.cpu_offload": True}, "set teacher.cpu_offload=false, or leave out --simulate"),
-        ("dpo", {"reference.cpu_offload": True}, "set reference.cpu_offload=false, or leave out --simulate"),
+        ("distill", {"distill.on_policy": 0.5}, "set distill.on_policy=0, or remove --simulate"),
+        ("distill", {"distill.teacher": "data"}, "remove --simulate"),
+        ("distill", {"teacher.cpu_offload": True}, "set teacher.cpu_offload=false, or remove --simulate"),
+        ("dpo", {"reference.cpu_offload": True}, "set reference.cpu_offload=false, or remove --simulate"),
     ],
 )  # fmt: skip
 def test_readings_that_cannot_be_simulated_are_refused(command: str, keys: dict[str, Any], message: str) -> None:
@@ -426,11 +426,11 @@ def test_the_command_says_what_a_rank_does(rows: str, capsys: pytest.CaptureFixt
     options = ["step.documents=32", "step.max_tokens_per_device=64", "--length", "33", "--simulate"]
     assert cli.main([*words, *options]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for rank, stage, ran in ((1, 1, 3), (3, 2, 2)):
-        assert f"rank {rank} took a step with tensors without values: {ran} of 8 micro-batches ran" in out
-        assert f"memory of rank {rank}, place {stage} of mesh.pp, simulated" in out
+    for rank, stage, ran in ((1, 0, 3), (3, 1, 2)):
+        assert f"rank {rank} ran a step with tensors without values: {ran} of 8 micro-batches ran" in out
+        assert f"memory of rank {rank}, rank {stage} of mesh.pp, simulated" in out
         assert f"collectives of rank {rank} in these micro-batches" in out
-    assert "experts get equally many tokens" in out
+    assert "experts get equal numbers of tokens" in out
 
 
 def test_rl_is_simulated_with_its_own_loss(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -450,8 +450,8 @@ def test_rl_is_simulated_with_its_own_loss(rows: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("family", "sections", "message"),
     [
-        ("llama", {"fsdp": {"cpu_offload": True}}, "set fsdp.cpu_offload=false, or leave out --simulate"),
-        ("llama", {"model": {"compile": True}}, "set model.compile=false, or leave out --simulate"),
+        ("llama", {"fsdp": {"cpu_offload": True}}, "set fsdp.cpu_offload=false, or remove --simulate"),
+        ("llama", {"model": {"compile": True}}, "set model.compile=false, or remove --simulate"),
         ("phi3_longrope", {}, "the code of model_type 'phi3' depends on values of tensors"),
     ],
 )

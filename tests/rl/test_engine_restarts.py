@@ -501,8 +501,8 @@ def test_engines_that_join_and_leave_change_no_sample(name: str, task: Path, unb
     [
         (["cluster.engines={min: 3, max: 2}"], "numbers from 1 to 4,096, the first not above the second"),
         (["cluster.engines={most: 3}"], "it must be {min: ..., max: ...}"),
-        (["cluster.engines={min: 1, max: 2}", "rollout.num_engines=2"], "cluster.engines says it"),
-        (["cluster.engines={min: 1, max: 2}", "cluster.placement=colocated"], "cluster.engines says it"),
+        (["cluster.engines={min: 1, max: 2}", "rollout.num_engines=2"], "cluster.engines sets it"),
+        (["cluster.engines={min: 1, max: 2}", "cluster.placement=colocated"], "cluster.engines sets it"),
         (["cluster.engines={min: 1, max: 2}", "rollout.restarts=0"], "set rollout.restarts=1 or more"),
         (["cluster.engines={min: 1, max: 2}", "cluster.devices={trainer: 1, rollout: 1}"], "are both set"),
         (["cluster.engines={min: 1, max: 2}", "rollout.engine=embedded"], "rollout.engine=embedded has no processes"),

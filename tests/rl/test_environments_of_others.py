@@ -146,7 +146,7 @@ def test_a_run_with_a_game(tmp_path: Path) -> None:
     for name, error in (
         ("verifiers:gsm8k", "Set rl.agent=verifiers:gsm8k"),
         ("openenv:localhost", "write the server's address"),
-        ("gymnasium:", "write an id of Gymnasium or an import path"),
+        ("gymnasium:", "write a Gymnasium id or an import path"),
         ("gymnasium:tests.support.games:Lower", "has no Lower"),
     ):
         with pytest.raises(UserError, match=error):

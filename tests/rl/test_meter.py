@@ -96,7 +96,7 @@ def test_a_signal_is_answered_at_once(tmp_path: Path, capfd: pytest.CaptureFixtu
     with pytest.raises(StoppedError):
         start(make_task(tmp_path), tmp_path / "run", "train.steps=2", hook=strike)
     assert outputs[0].strip() == (
-        "stopping SIGINT: the rollout step that runs is finished, trained and saved first, and then the run ends; a "
+        "stopping SIGINT: this rollout step is finished, trained and saved, and then the run ends; a "
         "second signal ends it at once, unsaved"
     )
     assert (tmp_path / "run/checkpoints/latest").is_dir()

@@ -138,8 +138,8 @@ def test_a_run_with_more_groups_than_it_needs(tmp_path: Path, engine: str) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rl.on_policy=exact"], "the time that groups take decides which are trained: set rollout.oversample=0"),
-        (["rl.agent=a:b"], "a run of rl.agent cannot be stopped: set rollout.oversample=0"),
+        (["rl.on_policy=exact"], "the trained groups depend on how fast they are sampled: set rollout.oversample=0"),
+        (["rl.agent=a:b"], "weft cannot stop a run of rl.agent: set rollout.oversample=0"),
     ],
 )
 def test_where_groups_cannot_be_stopped(words: list[str], message: str) -> None:

@@ -253,7 +253,7 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
     assert remaining[1].source.endswith("p.jsonl:3")
     with pytest.raises(UserError, match="no prompt is left"):
         read(path, longest=1, drop=True)
-    with pytest.raises(UserError, match="data.long_documents is truncate, but a prompt without its end"):
+    with pytest.raises(UserError, match="data.long_documents is truncate, but a truncated prompt"):
         config_of("data.long_documents=truncate")
 
 

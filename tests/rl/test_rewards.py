@@ -307,13 +307,13 @@ def test_a_missing_answer_is_said_before_anything_runs() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rl.reward=[]", "rl.reward is empty: name at least one"),
-        ("rl.reward=[maths]", "rl.reward names maths, which is neither one of math"),
+        ("rl.reward=[]", "rl.reward is empty: set at least one"),
+        ("rl.reward=[maths]", "rl.reward contains maths, which is not one of math"),
         ("rl.reward=[math,math]", "names math twice"),
         ("rl.reward_weights=[1,2]", "rl.reward_weights has 2 numbers for 1 reward functions"),
-        ("rl.reward_options={maths.boxed: true}", "maths.boxed is no argument of a reward function"),
+        ("rl.reward_options={maths.boxed: true}", "maths.boxed is not an argument of a reward function"),
         ("rl.reward=[regex]", "regex, whose pattern is not set"),
-        ("rl.environment=calc", "rl.environment is calc, which is no import path"),
+        ("rl.environment=calc", "rl.environment is calc, which is not an import path"),
         ("rl.max_turns=3", "rl.max_turns would have no effect"),
         ("eval.samples=4", "eval.samples would have no effect"),
     ],

@@ -247,7 +247,7 @@ def test_a_trainer_rank_that_is_killed_is_named(task: Path) -> None:
         out, _ = process.communicate(timeout=60 * business())
     assert process.returncode == 10, out
     assert "trainer rank 1 died" in out
-    assert f"The last whole checkpoint is {run}/checkpoints/step-" in out and f"is in {run}/flight" in out
+    assert f"The last complete checkpoint is {run}/checkpoints/step-" in out and f"is in {run}/flight" in out
 
 
 @contextmanager
@@ -352,7 +352,7 @@ def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     devices = ["rollout.engine=hf", "cluster.devices={trainer: [0], rollout: 0-1, reference: [1], critic: [1]}"]
     devices += ["cluster.offload_during_rollout=[parameters, optimizer, gradients]"]
     printed = weft(command(task, task / "lists", *keys, *devices))
-    assert "devices  1: rollout, reference, critic, in turns" in printed and printed.count("; on devices 1") == 2
+    assert "devices  1: rollout, reference, critic, alternating" in printed and printed.count("; on devices 1") == 2
     for listed_line, shared_line in zip(lines_of(task / "lists"), lines_of(shared), strict=True):
         differing = {name for name, value in shared_line.items() if listed_line[name] != value}
         assert {name for name in differing if not name.startswith(("time/", "seconds", "sync/"))} <= set(CLOCKS)

@@ -75,7 +75,7 @@ class FaultCase:
 
 DOCUMENTS = r"documents ../chats\.jsonl:\d+"
 STOPPED = r"1 other rank was stopped\."
-RECORD = r"What each rank was doing is in run/flight\."
+RECORD = r"The last activity of each rank is in run/flight\."
 QUICK = ["train.timeout=4"]
 EXPERTS = ["model.path=../experts", "mesh.ep=2"]
 STAGES = ["mesh.pp=2", "step.max_tokens_per_device=48"]
@@ -385,7 +385,7 @@ def of_read_models() -> dict[str, FaultCase]:
         nan,
         2,
         14,
-        [r"the reference \(../model\) gives log probabilities that are not finite.*pairs\.jsonl:\d+"],
+        [r"the reference \(../model\) computes log probabilities that are not finite.*pairs\.jsonl:\d+"],
         **of_dpo,
     )
     cases_by_name["the teacher of weft distill gives NaN"] = FaultCase(
