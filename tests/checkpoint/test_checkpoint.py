@@ -716,7 +716,7 @@ def test_what_a_finished_run_proposes_works(schedule: str, tmp_path: Path, capsy
     folder, new = tmp_path / "run", tmp_path / "new"
     process(folder, "1", sections={"schedule": {"name": schedule}, "train": {"steps": 5}})
     assert resume(folder) == 0
-    proposal = re.search(r"finished already: step 5 of 5\. .*?: weft (.*)", capsys.readouterr().out)
+    proposal = re.search(r"already finished: step 5 of 5\. .*?: weft (.*)", capsys.readouterr().out)
     assert proposal is not None
     words = shlex.split(proposal[1].replace("run.dir=NEW", f"run.dir={new}"))
     assert cli.main([*words, "--device", "cpu", "--nproc", "1"]) == 0
