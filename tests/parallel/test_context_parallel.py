@@ -74,7 +74,7 @@ DEALT_WHOLE = [("recurrent_gemma", "cp2"), ("falcon", "cp2")]  # whose layers re
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, SHORT)[0]
     assert verdict.passed, describe(verdict)
-    assert "were cut over" in verdict.remarks[-1]
+    assert "were split over" in verdict.remarks[-1]
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_eight_ranks_on_three_axes() -> None:
     """Two replicas of two shards, each of two ranks that share documents: ROLL's example, fsdp 4 and ulysses 2."""
     verdict = run(8, parity, saved_model("llama"), "2x2xcp2", SHORT, timeout=300)[0]
     assert verdict.passed, describe(verdict)
-    assert "were cut over" in verdict.remarks[-1]
+    assert "were split over" in verdict.remarks[-1]
 
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ def test_layers_that_carry_state_with_other_knobs(family: str, mesh: str, sectio
     """Slices of adapters; slices of weights, which are no leaves."""
     verdict = run(world_of(mesh), parity, saved_model(family, num_hidden_layers=4), mesh, SHORT | sections)[0]
     assert verdict.passed, describe(verdict)
-    assert "were cut over" in verdict.remarks[-1]
+    assert "were split over" in verdict.remarks[-1]
 
 
 @pytest.mark.table  # with shards, tp and pp layers are compiled in the suite
@@ -124,7 +124,7 @@ def test_with_compiled_layers() -> None:
 def test_documents_that_cannot_be_cut_are_dealt_whole(family: str, mesh: str) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, {})[0]
     assert verdict.passed, describe(verdict)
-    assert "dealt whole" in verdict.remarks[-1]
+    assert "not split" in verdict.remarks[-1]
 
 
 # ---------------------------------------------------------------- bugs, planted

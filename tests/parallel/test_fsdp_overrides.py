@@ -100,7 +100,7 @@ def counted_twice() -> Iterator[None]:
 
 
 PLANTS = {
-    "unsummed": (unsummed, {"gradients, every parameter", "ranks that hold the same agree"}),
+    "unsummed": (unsummed, {"gradients, every parameter", "copies on several ranks are equal"}),
     "counted twice": (counted_twice, {"gradient norm, documents 1", "gradient norm along 3 steps"}),
 }
 

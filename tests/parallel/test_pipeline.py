@@ -101,7 +101,7 @@ def test_documents_that_are_cut_over_ranks_of_a_stage(family: str) -> None:
     sections = {"step": {"max_tokens_per_device": 40}}
     verdict = run(4, parity, saved_model(family), "pp2xcp2", sections)[0]
     assert verdict.passed, describe(verdict)
-    assert "were cut over" in verdict.remarks[-1]
+    assert "were split over" in verdict.remarks[-1]
 
 
 @pytest.mark.table

@@ -129,7 +129,7 @@ def test_updates_are_those_of_one_plain_process(family: str, mesh: str, keys: tu
     rows = {row for _, layouts in results for row in layouts}
     assert any(trees and (replays or family != "qwen3_moe") for trees, replays in rows)
     names = {figure.name for figure in verdict.figures}
-    assert "the engine samples what the trainer reads" in names and "weights after 6 updates" in names
+    assert "logprobs of engine and trainer" in names and "weights after 6 updates" in names
     assert ("critic: gradients, every parameter" in names) == (keys[: len(PPO)] == PPO)
 
 

@@ -235,7 +235,7 @@ def test_runs_are_equal_and_can_be_replayed(tmp_path: Path) -> None:
     assert branches == [count - 4 for count in documents] * 3 and min(branches) >= 4
     assert [line["agent/documents"] for line in lines_of(tmp_path / "one")] == [count / 4 for count in documents]
     recorded = str(tmp_path / "one/rollouts")
-    with pytest.raises(UserError, match="of an agent that are several documents"):
+    with pytest.raises(UserError, match="with several documents"):
         recorded_rollouts(recorded)
     config = load_config([], [*words, "rl.agent=null", "rl.reward=[length]", f"run.dir={tmp_path}/other"], RlConfig)
     with pytest.raises(UserError, match="set rl.agent as in the run that made them"):

@@ -70,8 +70,8 @@ def first_parameter(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 CHANGES: dict[str, Callable[[Observed], None]] = {
     "readout: logprob": of_readouts("logprob", in_both=True),
     "readout: entropy": of_readouts("entropy", in_both=True),
-    "packed against alone": of_readouts("logprob", in_both=False),
-    "neighbours do not move": changed_at("neighbours", None, lambda value: value + 1e-4),
+    "packed row vs. single documents": of_readouts("logprob", in_both=False),
+    "other documents do not change": changed_at("neighbours", None, lambda value: value + 1e-4),
     "evaluation: accuracy": changed_at("evaluated", None, lambda pair: (pair[0] + 0.1, pair[1])),
     "evaluation: exact": changed_at("evaluated", None, lambda pair: (pair[0], 0.0)),
     "loss, documents 1": changed_at("losses", 0, lambda value: value * 1.001),
@@ -86,7 +86,7 @@ CHANGES: dict[str, Callable[[Observed], None]] = {
     "loss along 3 steps": changed_at("trained", 2, lambda pair: (pair[0] * 1.01, pair[1])),
     "gradient norm along 3 steps": changed_at("trained", 2, lambda pair: (pair[0], pair[1] * 1.01)),
     "weights after 3 steps": changed_at("weights", None, first_parameter),
-    "ranks that hold the same agree": changed_at(
+    "copies on several ranks are equal": changed_at(
         "disagreement", None, lambda _: "model.norm.weight: 1 on rank 0; 2 on rank 1"
     ),
     "routes that differ without a tie": changed_at(
@@ -216,7 +216,7 @@ def without_gradients_at(token: int, path: str) -> tuple[list[int], str]:
 
 
 def test_tokens_without_finite_gradients_are_left_out_and_named() -> None:
-    path, why = saved_model("llama", pad_token_id=77), "plain transformers' gradients are not finite there"
+    path, why = saved_model("llama", pad_token_id=77), "plain transformers' gradients are not finite then"
     assert run(1, without_gradients_at, 77, path) == [([0, 127], f"tokens   no document has 77: {why}")]
     assert run(1, without_gradients_at, 127, path) == [([], f"tokens   no document has 77, 0, 127: {why}")]
 

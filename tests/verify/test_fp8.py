@@ -53,12 +53,12 @@ def test_layers_and_models_that_round_alike(family: str, mesh: str, sections: Se
     figures, remark = run(world_of(mesh), compared, path, mesh, sections)[0]
     whole = [f"{name}, fp8" for name in WHOLE[: 3 if "lora" in sections else 4]]
     layers = LAYERS[: 2 if "lora" in sections else 3]
-    assert [figure.name for figure in figures] == [*layers, "neighbours do not move, configured dtypes", *whole]
+    assert [figure.name for figure in figures] == [*layers, "other documents do not change, configured dtypes", *whole]
     assert [figure for figure in figures if not figure.passed] == []
     assert all(figure.noise and figure.value < 2 * figure.noise for figure in figures if ", fp8" in figure.name), (
         figures
     )
-    assert "verdict: at most 4 times as far off as plain transformers in it" in remark
+    assert "verdict: at most 4 times the difference of plain transformers in it" in remark
 
 
 def figure_passes(name: str, plant: str | None) -> bool:

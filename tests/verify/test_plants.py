@@ -125,7 +125,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "divergence-as-advantage": ("rl", SAMPLED | {"rl.teacher": "{teacher}", "rl.teacher_in": "advantage"}),
     "truncation-ignored": ("rl", SAMPLED | {"rollout.top_p": 0.8}),
 }  # fmt: skip
-AFTER_STEPS = ("loss, documents 2", "weights after 3 steps", "ranks that hold the same agree")
+AFTER_STEPS = ("loss, documents 2", "weights after 3 steps", "copies on several ranks are equal")
 
 
 def planted_parity(

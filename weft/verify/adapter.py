@@ -1,5 +1,5 @@
-"""Adapters in the parity harness: giving them random values, saving them for peft, and renaming tensors as in adapter
-files."""
+"""Adapters in the parity harness: gives them random values, saves them for peft, and renames tensors to the names in
+adapter files."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from weft.verify.reference_muon import Part
 
 @torch.no_grad()
 def randomize_adapters(engine: Engine) -> None:
-    """Give new adapters random values: with B = 0, A has no gradient, and errors in A would be invisible."""
+    """Give new adapters random values. With B = 0, A has no gradient, and errors in A would be invisible."""
     if engine.lora is None or engine.lora.path is not None:
         return
     cuts = engine.divided.cuts
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
-        if is_adapters(name) and not name.endswith(".magnitude"):  # with other A and B, it is not their norm
+        if is_adapters(name) and not name.endswith(".magnitude"):  # magnitudes stay, so they are not the norm any more
             shape = full_shape(name, parameter, cuts)
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
-            values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # ten times more would make a model chaotic
+            values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # ten times larger values make a model chaotic
             for shard in shards_of(parameter, cuts.get(name)):
                 shard.values.copy_(values[shard.box.within(Box.from_shape(shape))])
 
 
 @contextmanager
 def saved_adapter(engine: Engine) -> Iterator[str | None]:
-    """Inside, a folder with the engine's current adapter; None if it has none. Collective."""
+    """Inside, a folder with the engine's current adapter; None if it has no adapter. Collective."""
     if engine.lora is None:
         yield None
         return
@@ -54,7 +54,7 @@ def saved_adapter(engine: Engine) -> Iterator[str | None]:
 
 
 def _names(engine: Engine) -> dict[str, str]:
-    """Name of a trained tensor -> its name in the reference, which is the name in the adapter's file without prefix."""
+    """Name of a trained tensor -> its name in the reference: the name in the adapter's file, without prefix."""
     if engine.lora is None:
         return {}
     trained = (tensor for tensor in engine.whole_parameters() if engine.lora.trains(tensor))
@@ -62,7 +62,7 @@ def _names(engine: Engine) -> dict[str, str]:
 
 
 def engine_names(engine: Engine) -> dict[str, str]:
-    """Name in the reference -> the engine's, where they differ."""
+    """Name in the reference -> the engine's name, if they differ."""
     return {stored: name for name, stored in _names(engine).items()}
 
 
@@ -73,7 +73,7 @@ def matrix_parts(engine: Engine) -> dict[str, list[Part]]:
 
 
 def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
-    """The tensors under the reference's names."""
+    """The tensors with the reference's names."""
     names = _names(engine)
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
@@ -97,7 +97,7 @@ def _is_named(patterns: Iterable[str], name: str) -> bool:
 
 
 def renamed(engine: Engine, observed: Observed) -> Observed:
-    """The observations under the reference's names."""
+    """The observations with the reference's names."""
     return replace(
         observed,
         gradients=[as_in_files(engine, gradients) for gradients in observed.gradients],

@@ -1,7 +1,7 @@
-"""`weft verify` of a config of `weft distill`: training by its loss against full logits of two plain models.
+"""`weft verify` for a config of `weft distill`: compares training by its loss with full logits of two plain models.
 
-The plain side is transformers in one process, one document at a time, and formulas of its own; it shares nothing with
-ops/divergence.py. In place of lists of the data or of a server (distill.teacher) both sides get drawn lists.
+The plain side is transformers in one process, one document at a time, with separate formulas. It shares nothing with
+ops/divergence.py. Lists from data or a server (distill.teacher) are replaced by random lists on both sides.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from weft.verify.training import TrainedLoss, verify_training
 NAME = "distillation: "
 
 
-_LISTED = 7  # tokens of a drawn list
+_LISTED = 7  # tokens of a random list
 
 
 class DrawnLists:
-    """A teacher that is known by lists, which are drawn. vocabulary: its tokens."""
+    """A teacher given by random lists. vocabulary: number of its tokens."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -48,8 +48,8 @@ class DrawnLists:
         return Listed()
 
     def lists(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(ids, log-probabilities) of a document, [T, K] each, of which the last entry of every second token is not
-        used; a tenth and more of the probability is the tail's."""
+        """(ids, log-probabilities) of a document, [T, K] each. The last entry of every second token is unused. The tail
+        has a tenth or more of the probability."""
         generator = torch.Generator().manual_seed(sum(tokens) + len(tokens))
         logits = torch.randn(len(tokens), self.vocabulary, generator=generator)
         top, ids = logits.topk(_LISTED, 1)
@@ -60,8 +60,8 @@ class DrawnLists:
 
 @dataclass(frozen=True)
 class PlainTeachers:
-    """The teachers on the plain side. named: of each, the path of a model, or drawn lists. chosen: which one each
-    document of each step has."""
+    """The teachers on the plain side. named: for each, the path of a model, or random lists. chosen: the teacher of
+    each document of each step."""
 
     named: Sequence[str | DrawnLists]
     chosen: Sequence[Sequence[int]]
@@ -99,7 +99,7 @@ def verify_distillation(
     randomize_adapters(engine)
     prepared = _TaughtSteps(engine, steps, objective, teachers, plain_teachers.chosen, images)
     models: list[Reference | DrawnLists] = []
-    known: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # of a teacher and a document: its logits
+    known: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (teacher, document) -> logits
 
     def open_plain(adapter: str | None) -> Reference:
         if not models:
@@ -140,8 +140,8 @@ def verify_distillation(
 
 
 def _bins(log_p_TV: Tensor, ids_TK: Tensor, logprobs_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """(log p, log q), [T, K + 1], of the listed tokens and the tail. Entries that are not used have probability
-    e^-60 of both, which no figure sees."""
+    """(log p, log q), [T, K + 1], of the listed tokens and the tail. Unused entries have probability e^-60 in both,
+    which affects no figure."""
     is_used = ids_TK >= 0
     listed = torch.where(is_used, log_p_TV.gather(1, ids_TK.clamp(min=0)), -60.0)
     is_listed = torch.zeros_like(log_p_TV, dtype=torch.bool)
@@ -154,7 +154,7 @@ def _bins(log_p_TV: Tensor, ids_TK: Tensor, logprobs_TK: Tensor) -> tuple[Tensor
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, config: DistillSection) -> Tensor:
-    """[T] by the definitions, or the user's."""
+    """[T] by the definitions, or by the user's function."""
     if config.loss in ("forward_kl", "reverse_kl", "jsd"):
         return divergence_of(config.loss, log_p, log_q, config.beta)
     terms: Tensor = import_named(config.loss, "distill.loss")(log_p, log_q)

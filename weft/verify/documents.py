@@ -12,18 +12,18 @@ import torch.distributed as dist
 from weft.engine.engine import Engine
 from weft.verify.reference import Document, Reference
 
-# One token, two tokens, lengths around small windows and chunks (16), and primes; together longer than any of them.
+# One token, two tokens, lengths near small windows and chunks (16), and primes; their sum is longer than any window.
 LENGTHS = (37, 1, 23, 30, 2, 61, 16, 17, 5)
 
 
 def awkward_steps(
     vocabulary: int, seed: int = 0, scale: float = 1.0, special: Sequence[int] = ()
 ) -> list[list[Document]]:
-    """Three steps: many documents, one of them untrained; a single one, so that some ranks have none; three uneven
-    ones.
+    """Three steps: many documents, one of them untrained; a single document, so that some ranks have none; three
+    documents of uneven lengths.
 
-    scale: factor on the lengths, for models with long windows. special: ids that take the place of random ones in the
-    first step, each as an input and as a trained target, never as the first token, as many as there is room for.
+    scale: factor on the lengths, for models with long windows. special: ids that replace random ones in the first step,
+    each as an input and as a trained target, never as the first token; as many as there is room for.
     """
     source = random.Random(seed)
     documents = [_document(source, vocabulary, max(1, round(n * scale))) for n in LENGTHS]
@@ -32,7 +32,7 @@ def awkward_steps(
     remaining = list(dict.fromkeys(special))
     for ids, mask in documents:
         count = min(len(remaining), (len(ids) - 1) // 2 if any(mask) else 0)
-        first = len(ids) - 1 - count  # the last token is the input of no prediction
+        first = len(ids) - 1 - count  # the last token is not the input of a prediction
         ids[first : first + count], remaining = remaining[:count], remaining[count:]
     single = [_document(source, vocabulary, max(2, round(29 * scale)))]
     three = [_document(source, vocabulary, max(2, round(n * scale))) for n in (53, 7, 19)]
@@ -40,10 +40,10 @@ def awkward_steps(
 
 
 def forest_steps(vocabulary: int, seed: int = 1) -> list[list[Document]]:
-    """Three steps of documents that begin alike: with branches inside of branches, suffixes of one token and of none,
-    equal documents, one that is another's beginning, and trained tokens in what they share; a pair; two prompts.
+    """Three steps of documents with shared prefixes: with nested branches, suffixes of one and of no token, equal
+    documents, a document that is another's prefix, and trained tokens in prefixes; a pair; two prompts.
 
-    Beginnings and suffixes are longer than small windows and chunks (16).
+    Prefixes and suffixes are longer than small windows and chunks (16).
     """
     source = random.Random(seed)
 
@@ -63,8 +63,9 @@ def forest_steps(vocabulary: int, seed: int = 1) -> list[list[Document]]:
 
 
 def boundary_ids(vocabulary: int, ranks: int) -> list[int]:
-    """The first and the last id of each shard of a vocabulary that 1 to `ranks` ranks divide, the shards of `ranks`
-    first. Random documents have hardly any of them, and an error at the border of a shard shows in no other token."""
+    """The first and the last id of each shard of a vocabulary that 1 to `ranks` ranks split, the shards of `ranks`
+    first. Random documents rarely contain these ids, and an error at the border of a shard appears in no other
+    token."""
     ids = list[int]()
     for shards in range(ranks, 0, -1):
         ends = [vocabulary * shard // shards for shard in range(shards + 1)]
@@ -73,12 +74,12 @@ def boundary_ids(vocabulary: int, ranks: int) -> list[int]:
 
 
 def special_ids(engine: Engine, path: str) -> tuple[list[int], str]:
-    """(The id of padding and boundary_ids of this mesh; a remark if ids are left out, else ""). Collective.
+    """(The padding id and boundary_ids of this mesh; a remark if ids are omitted, otherwise ""). Collective.
 
-    The id of padding is left out where the model's own gradients are not finite with it, and all are if they still are
-    not. None is ever the first token of a document, because padding embeds to zero, and so would all states of such a
-    document's first token be: a root of their mean square has an infinite slope (gemma3n), and each norm multiplies
-    gradients by a thousand, until they overflow (gemma4).
+    The padding id is omitted if the model's gradients are not finite with it. If they are still not finite, all ids are
+    omitted. No such id is the first token of a document: padding embeds to zero, so all states of the document's first
+    token would be zero. A root of their mean square has an infinite slope (gemma3n), and each norm multiplies gradients
+    by a thousand, until they overflow (gemma4).
     """
     config = engine.built.config.get_text_config()
     pad, vocabulary = getattr(config, "pad_token_id", None), config.vocab_size
@@ -96,13 +97,13 @@ def special_ids(engine: Engine, path: str) -> tuple[list[int], str]:
     dist.broadcast_object_list(chosen, src=0, group=engine.ranks.group)
     remaining = ", ".join(str(token) for token in candidates if token not in chosen[0])
     remark = (
-        f"tokens   no document has {remaining}: plain transformers' gradients are not finite there" if remaining else ""
+        f"tokens   no document has {remaining}: plain transformers' gradients are not finite then" if remaining else ""
     )
     return chosen[0], remark
 
 
 def _document(source: random.Random, vocabulary: int, length: int) -> Document:
-    """A document of random tokens. As in a chat, a first part is not trained; weights are 1 or 0.5."""
+    """A document of random tokens. As in a chat, the first part is not trained. Loss weights are 1 or 0.5."""
     ids = [source.randrange(3, vocabulary) for _ in range(length)]
     trained = source.randrange(0, max(1, length // 2))
     weight = source.choice([1.0, 1.0, 0.5])

@@ -1,8 +1,8 @@
-"""`weft verify` of a config of `weft dpo`: its loss, gradients, reference and training, pair by pair, against plain
-transformers (preference_reference.py).
+"""`weft verify` for a config of `weft dpo`: compares its loss, gradients, reference and training, pair by pair, with
+plain transformers (preference_reference.py).
 
-The trained model is moved away from the reference, so that log ratios are not zero. The mesh's side goes through what a
-run goes through: the data set's roles and weights, the reference with its cache, KTO's mismatched answers.
+The trained model is moved away from the reference, so that log ratios are not zero. The mesh's side runs the same code
+as a run: the data set's roles and weights, the reference with its cache, KTO's mismatched answers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Example = tuple[ComparedAnswer, ...]
 
 @dataclass(frozen=True)
 class Readings:
-    """What the mesh's side reads besides the trained model. reference: [answers] logprob sums; None without one. kl:
-    KTO's z of the first step."""
+    """Numbers of the mesh's side other than the trained model's. reference: [answers] logprob sums; None without a
+    reference. kl: KTO's z of the first step."""
 
     reference: Tensor | None
     kl: float = 0.0
 
 
-# Steps of pairs: (tokens of the prompt, of the chosen answer, of the rejected one). The answers of most pairs are
-# equally long: two models rank the log ratios of such pairs differently. The second step has a single pair, so that
+# Steps of pairs: (tokens of the prompt, of the chosen answer, of the rejected answer). The answers of most pairs have
+# equal lengths, because two models rank the log ratios of such pairs differently. The second step has a single pair, so
 # some ranks have none.
 _PAIRS = (
     ((9, 21, 21), (1, 13, 13), (17, 16, 16), (23, 1, 1), (5, 12, 12), (14, 8, 38), (11, 14, 14)),
@@ -91,8 +91,8 @@ def verify_preferences(
 def awkward_preferences(
     engine: Engine, path: str, vocabulary: int, config: DpoConfig, seed: int = 0
 ) -> tuple[list[list[Example]], Images]:
-    """(Steps of pairs or of answers one by one, of random tokens, with margins; the images of their prompts, by the
-    prompts' ids). Arguments as of prompts_for. Collective."""
+    """(Steps of pairs or of single answers, of random tokens, with margins; the images of their prompts, by the
+    prompts' ids). Arguments: see prompts_for. Collective."""
     source = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -129,8 +129,8 @@ def awkward_preferences(
 
 
 def shows_whole_step(config: DpoConfig, policy: Tensor, readings: Readings, kl: float) -> bool:
-    """Whether a statistic of the whole first step that the losses read would change if it were of a part. policy: [D]
-    logprob sums of the first step. kl: KTO's z, which is cut off at 0."""
+    """Whether a statistic of the complete first step that the losses read would differ for a part of the step. policy:
+    [D] logprob sums of the first step. kl: KTO's z, which is cut off at 0."""
     losses, half = config.preference.losses, len(policy) // 4
     if "kto" in losses:
         return kl > 0
@@ -164,7 +164,7 @@ def preference_data(engine: Engine, steps: Sequence[Sequence[Example]], config: 
 def _plain_reference(
     policy: Reference, config: DpoConfig, path: str, device: str, images: Images
 ) -> Iterator[Reference]:
-    """The reference on the plain side; of adapters that may be the trained model without them."""
+    """The reference on the plain side. With adapters it may be the trained model without them."""
     if not own_reference(config):
         assert isinstance(policy, PeftReference)
         with policy.model.disable_adapter():

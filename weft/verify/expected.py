@@ -1,4 +1,4 @@
-"""The reference's side of the parity harness: the results of one plain process, with its own rounding noise."""
+"""The reference's side of the parity harness: the results of one plain process, and its rounding noise."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from weft.verify.reference_optimizer import Optimizer
 from weft.verify.routing import Recorder, Routes
 
 _HELD_OUT = 7  # trained tokens of a document to evaluate
-_TIE = 1e-4  # of logits, relative: closer ones may change places by rounding
+_TIE = 1e-4  # of logits, relative: rounding may exchange closer ones
 
 
 @dataclass(frozen=True)
 class ExpectedGradient:
-    """The gradient of one step at the initial weights. noise_samples: the gradients by other orders of summation, and
-    in fp64 if rounding counts, to measure noise; empty if it was not measured."""
+    """The gradient of one step at the initial weights. noise_samples: the gradients with other orders of summation, and
+    in fp64 if rounding matters, to measure noise; empty if noise was not measured."""
 
     loss: float
     norm: float
@@ -40,9 +40,9 @@ class ExpectedGradient:
 class Expected:
     """The reference's results. readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient
     norm) of each step. start, weights: the weights before and after training. noise_samples: the weights after training
-    by other orders of summation, or in fp64; empty if noise was not measured. routes: chosen experts, if there are any.
-    held_out: documents to evaluate, with their accuracy and the share of exact ones. image_step: logprobs and the
-    gradient of documents_behind."""
+    with other orders of summation, or in fp64; empty if noise was not measured. routes: chosen experts, if there are
+    any. held_out: documents to evaluate, with their accuracy and the share of exact documents. image_step: logprobs and
+    the gradient of documents_behind."""
 
     readouts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     steps: list[ExpectedGradient] = field(default_factory=list)
@@ -63,11 +63,11 @@ class ReferenceTrainer:
     of decoder layers.
 
     freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: whether that loss
-    is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
+    is computed over all documents together. adapter: a peft folder; the adapter is then trained. pads: whether padding
     changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
-    their documents. seed: of the run. aliases: name of a parameter -> the name that the engine has for it.
-    matrices: parts of parameters that Muon orthogonalises. quantised: as in PeftReference. frozen: as there. fp8:
-    whether the linear layers of the decoder round (reference_fp8.py).
+    their documents. seed: of the run. aliases: name of a parameter -> the engine's name for it. matrices: parts of
+    parameters that Muon orthogonalises. quantised, frozen: as in PeftReference. fp8: whether the linear layers of the
+    decoder round (reference_fp8.py).
     """
 
     path: str
@@ -89,7 +89,7 @@ class ReferenceTrainer:
     fp8: bool = False
 
     def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
-        """A fresh reference. dtype: of its weights, or with an adapter of the base's."""
+        """A fresh reference. dtype: of its weights, or with an adapter, of the base's weights."""
         plain: reference.Reference
         if self.adapter is not None:
             adapted = (
@@ -107,7 +107,7 @@ class ReferenceTrainer:
         self, steps: Sequence[Step], *, padded: bool = False, double: bool = False, recorder: Recorder | None = None
     ) -> tuple[Tensors, Tensors, list[tuple[float, float]]]:
         """(Weights before, weights after, (loss, gradient norm) of each step). padded: as in Reference.step. double:
-        train in fp64, by the recorded routes. recorder: records the routes of experts."""
+        train in fp64, with the recorded routes. recorder: records the routes of experts."""
         plain, c = self.reference(), self.config
         if double:
             widen(plain.model)
@@ -125,8 +125,8 @@ class ReferenceTrainer:
 
 
 def expect(trainer: ReferenceTrainer, steps: Sequence[Step], facts: FlopFacts, image_step: Step = ()) -> Expected:
-    """Compute all values that an engine will be compared with, without their noise. image_step: documents of which
-    logprobs and the gradient are compared by themselves."""
+    """Compute all values with which an engine will be compared, without their noise. image_step: documents whose
+    logprobs and gradient are compared separately."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
     plain = trainer.reference()
@@ -142,7 +142,7 @@ def expect(trainer: ReferenceTrainer, steps: Sequence[Step], facts: FlopFacts, i
     out.steps = [ExpectedGradient(loss, norm_of(gradients), gradients) for loss, gradients in results]
     if image_step:
         out.image_step = logprobs, out.steps.pop()
-    del plain  # frees its memory for the reference that trains
+    del plain  # frees its memory for the reference that is trained
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
     out.routes = recorder.routes if recorder is not None else {}
     return out
@@ -150,13 +150,13 @@ def expect(trainer: ReferenceTrainer, steps: Sequence[Step], facts: FlopFacts, i
 
 @torch.no_grad()
 def _likeliest(plain: reference.Reference, first: int, second: bool) -> list[int]:
-    """The tokens of a short document, each the likeliest after those before it. second: every other one is the
-    likeliest of the half of the vocabulary that does not have the likeliest, so that it is the likeliest of most shards
-    of a divided vocabulary, too."""
+    """The tokens of a short document, each the most likely one after the tokens before it. second: every other token is
+    the most likely one of the half of the vocabulary without the most likely token, so that it is also the most likely
+    one of most shards of a split vocabulary."""
     ids = [first]
     for index in range(_HELD_OUT):
         logits = plain.logits(ids)[-1]
-        for name in ("image_token_id", "video_token_id"):  # not without an image
+        for name in ("image_token_id", "video_token_id"):  # the document has no image
             if isinstance(placeholder := getattr(plain.plain.config, name, None), int):
                 logits[placeholder] = float("-inf")
         half = len(logits) // 2
@@ -170,8 +170,8 @@ def _likeliest(plain: reference.Reference, first: int, second: bool) -> list[int
 def _evaluated(
     plain: reference.Reference, documents: Sequence[list[int]]
 ) -> tuple[list[reference.Document], float, float]:
-    """(Documents in which every token counts for which the likeliest token is no matter of rounding, the share of these
-    that are the likeliest, the share of documents of such tokens alone)."""
+    """(Documents with every token trained whose most likely token does not depend on rounding, the share of these
+    tokens that are the most likely, the share of documents with only such tokens)."""
     results, hits = list[reference.Document](), list[list[bool]]()
     for ids in documents:
         logits = plain.logits(ids)[:-1]
@@ -187,7 +187,7 @@ def _evaluated(
 
 
 def with_noise(expected: Expected, trainer: ReferenceTrainer, steps: Sequence[Step]) -> Expected:
-    """The same values with the reference's noise by other orders of summation."""
+    """The same values, with the reference's noise from other orders of summation."""
     plain = trainer.reference()
     gradients = [_noise_gradients(trainer, plain, step) for step in steps]
     del plain
@@ -198,7 +198,7 @@ def with_noise(expected: Expected, trainer: ReferenceTrainer, steps: Sequence[St
 
 
 def with_rounding(expected: Expected, trainer: ReferenceTrainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
-    """The same values with the reference's difference to fp64 among its noise, which takes as long as they did."""
+    """The same values, with the reference's difference to fp64 in its noise, which takes as long as the values did."""
     recorder = Recorder(facts.experts, facts.experts_per_token, expected.routes) if facts.expert else None
     plain = trainer.reference()
     with recording(recorder, plain, trainer.layers, follow=True):
@@ -226,7 +226,7 @@ def plain_optimizer(
     aliases: Mapping[str, str] | None = None,
     matrices: Mapping[str, Sequence[Part]] | None = None,
 ) -> Optimizer:
-    """The optimizer of a plain process. config: with the names that the plain model has. seed, aliases, matrices: as in
+    """The optimizer of a plain process. config: with the plain model's names. seed, aliases, matrices: as in
     ReferenceTrainer."""
     c = config
     coded = c.name == "adamw" and c.state_dtype == "int8"
@@ -255,13 +255,13 @@ def _in_double(plain: reference.Reference, step: Step) -> Tensors:
     with hf.in_double():
         results = plain.gradients(step)[1]
     gradients = {name: g.float().cpu() for name, g in results.items()}
-    plain.model.float()  # exact: the weights came from fp32
+    plain.model.float()  # exact, because the weights came from fp32
     return gradients
 
 
 def widen(model: nn.Module) -> None:
-    """Give the model weights in fp64. Its results are to be computed within `hf.in_double`."""
-    hf.run_experts_one_by_one(model)  # torch's grouped products take no fp64
+    """Give the model weights in fp64. Compute its results within `hf.in_double`."""
+    hf.run_experts_one_by_one(model)  # torch's grouped matmuls do not support fp64
     model.double()
 
 
@@ -269,7 +269,7 @@ def widen(model: nn.Module) -> None:
 def recording(
     recorder: Recorder | None, plain: reference.Reference, layers: str, follow: bool = False
 ) -> Iterator[None]:
-    """Inside, a recorder records the routes of `plain`; follow: it makes `plain` take the recorded ones instead."""
+    """Inside, a recorder records the routes of `plain`. follow: it makes `plain` follow the recorded routes instead."""
     if recorder is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""Linear layers of an engine in fp8, one by one, beside plain layers that round, from equal inputs and gradients.
+"""Compares an engine's linear layers in fp8 one by one with plain layers that round, for equal inputs and gradients.
 
-A number halfway between two of e4m3 may be rounded to either, by the last bit of a sum, and moves every number of later
-layers. So two models that round alike are still some percent apart, and only layers with equal inputs agree to the last
-bits. narrow.py compares the whole model.
+The last bit of a sum decides to which e4m3 number a number halfway between two is rounded, and this changes every
+number of later layers. So two models that round in the same way still differ by some percent, and only layers with
+equal inputs agree to the last bits. narrow.py compares the complete model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Figures = dict[str, list[Figure]]
 
 
 def compare_layers(engine: Engine, step: Step) -> list[Figure]:
-    """Figures of the decoder's linear layers in a step, those that are not to round included; on the first rank.
+    """Figures of the decoder's linear layers in a step, including layers that must not round; on the first rank.
     Collective."""
     figures: Figures = defaultdict(list)
     family, layers = engine.module.facts.model_type, dict[nn.Module, tuple[str, str]]()
@@ -55,7 +55,7 @@ def compare_layers(engine: Engine, step: Step) -> list[Figure]:
 def _observed(
     layer: Any, name: str, full_name: str, figures: Figures, calls: dict[Tensor, list[tuple[Tensor, Tensor]]]
 ) -> Iterator[None]:
-    """Inside, every product of the layer is compared. name: below the decoder layer. calls: by the weight, which layers
+    """Inside, every matmul of the layer is compared. name: below the decoder layer. calls: by the weight, which layers
     may share, (input, gradient of the output) of each call since the weight's last gradient."""
     rounds, forward, hooks = reference_fp8.is_rounded(name, layer), layer.forward, list[Any]()
 
@@ -64,13 +64,13 @@ def _observed(
         figures[kind].append(Figure(full_name, float(off), 10 * GRADIENT + torch.finfo(actual.dtype).eps))
 
     def weight_gradient(weight: Tensor, gradient: Tensor) -> None:
-        if calls[weight]:  # empty for the sum over tiles of an MLP, each of which was compared
+        if calls[weight]:  # empty for the sum over tiles of an MLP, because each tile was compared
             products = [g.flatten(0, -2).T @ x.flatten(0, -2) for x, g in calls[weight]]
             compare(WEIGHTS, gradient, torch.stack(products).sum(0))
         calls[weight].clear()
 
     def observe(x: Tensor) -> Tensor:
-        entry = x.view_as(x)  # whose gradient is that of this layer alone
+        entry = x.view_as(x)  # its gradient is that of this layer alone
         out: Tensor = forward(entry)
         weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         with torch.no_grad():

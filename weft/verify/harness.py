@@ -2,11 +2,11 @@
 `verify`.
 
 Gradient of a parameter: max|g - g_ref| / max(max|g_ref|, 1e-3 G), G the model's largest |g_ref|, at most 1e-5. Weights
-after the steps: ||w - w_ref|| / ||w_ref - w_0||, at most 2e-4 per parameter under AdamW, 1e-5 over all together under
+after the steps: ||w - w_ref|| / ||w_ref - w_0||, at most 2e-4 per parameter with AdamW, 1e-5 over all together with
 SGD. Noise is the largest of these differences between the reference and itself: with the documents in another order,
-with right-padded batches of four, and in fp64 (by the same routes through experts). It is measured where something is
-beyond its tolerance: fp64, which takes longest, at once where it will be needed, and else where the rest does not
-explain the difference. A tolerance widens to ten times the noise, and never beyond 1e-3.
+with right-padded batches of four, and in fp64 (with the same routes through experts). It is measured if a value is
+beyond its tolerance. fp64 takes longest: it is measured at once if it will be needed, otherwise only if the other noise
+does not explain the difference. A tolerance widens to ten times the noise, but never beyond 1e-3.
 """
 
 from __future__ import annotations
@@ -62,20 +62,21 @@ ADAMW = 2e-4
 SGD = 1e-5
 WIDEST = 1e-3
 SCALAR = 1e-5
-# If the reference's own movement of a parameter differs by this share between orders of summation, the true gradient is
-# zero (a bias of keys, which softmax does not see), and AdamW's steps are rounding. Such a parameter may move up to ten
-# times as far as in the reference.
+# If the reference's movement of a parameter differs by this share between orders of summation, the true gradient is
+# zero
+# (a bias of keys, which softmax cancels), and AdamW's steps are rounding. Such a parameter may move up to ten times as
+# far as in the reference.
 _ROUNDING = 0.1
-# So may one whose gradient is 0 to rounding: it moves by less than this share of what the parameter that moves most
-# does (root mean squares).
+# The same holds for a parameter whose gradient is 0 except for rounding: it moves by less than this share of the
+# largest movement of a parameter (root mean squares).
 _STILL = 0.01
-_CODE = 1 / 32  # how far apart neighbouring codes of 8-bit state are, at a quarter of the largest code
+_CODE = 1 / 32  # distance of neighbouring codes of 8-bit state at a quarter of the largest code
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One comparison; it passes if value <= tolerance. noise: the reference's own; None if it was not measured or does
-    not count. note: place of the worst value."""
+    """One comparison. It passes if value <= tolerance. noise: the reference's noise; None if it was not measured or
+    does not count. note: position of the worst value."""
 
     name: str
     value: float
@@ -111,13 +112,13 @@ def verify(
     objective: Loss | None = None, image_step: Step = (),
 ) -> Verdict | None:  # fmt: skip
     """Compare the engine, which has the weights at `path`, with the reference. Returns the verdict on rank 0, None on
-    others. Trains the engine; collective.
+    others. Trains the engine. Collective.
 
     steps: documents of each optimizer step. lrs: learning rate of each step. images: by the token ids of their
-    documents. objective: also compared, on the documents of the first step; training is by cross entropy. image_step:
-    documents with images to lay behind one that is cut (image_documents.documents_behind). The reference runs first,
-    because the engine follows its routes through experts. Raises UserError for settings under which the engine cannot
-    follow them.
+    documents. objective: a loss that is also compared, on the documents of the first step; training is by cross
+    entropy. image_step: documents with images to put after a document that is split (image_documents.documents_behind).
+    The reference runs first, because the engine follows its routes through experts. Raises UserError for settings with
+    which the engine cannot follow them.
     """
     compiles = engine.config.model.compile is True and engine.built.flops.expert
     if compiles and not hides_routers(layer for _, layer in engine.module.layers):
@@ -126,12 +127,12 @@ def verify(
         )
     if engine.config.model.router_bias_rate is not None:
         raise UserError(
-            "weft verify follows the reference's routes, which model.router_bias_rate would move: add "
+            "weft verify follows the reference's routes, which model.router_bias_rate would change: add "
             "model.router_bias_rate=null."
         )
     if engine.config.model.recompute != "none" and engine.pipeline is not None and engine.built.flops.expert:
         raise UserError(
-            "weft verify cannot follow the reference's routes where layers of several rows wait to be recomputed "
+            "weft verify cannot follow the reference's routes if layers of several rows wait to be recomputed "
             "(mesh.pp): add model.recompute=none."
         )
     expected = None
@@ -163,7 +164,7 @@ def verify(
 def _judge_with_noise(
     engine: Engine, observed: Observed, expected: Expected, trainer: ReferenceTrainer, steps: Sequence[Step]
 ) -> Verdict:
-    """All comparisons; the reference's noise is measured if something is beyond its tolerance."""
+    """All comparisons. The reference's noise is measured if a value is beyond its tolerance."""
     optimizer, facts, at_once = engine.config.optimizer.name, engine.built.flops, rounds(engine)
     state = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     verdict = judge(observed, expected, optimizer, state)
@@ -178,7 +179,7 @@ def _judge_with_noise(
 
 
 def objective_figures(name: str, observed: LossAndGradients, expected: ExpectedGradient) -> list[Figure]:
-    """Figures of an objective besides cross entropy, under its name."""
+    """Figures of a loss other than cross entropy, with its name."""
     noise, figures = gradient_noise(expected.gradients, expected.noise_samples), []
     for (loss, gradients), rows in zip(observed, ("", ", many micro-batches"), strict=True):
         figures.append(Figure(f"{name}: loss{rows}", relative(loss, expected.loss), SCALAR))
@@ -188,16 +189,16 @@ def objective_figures(name: str, observed: LossAndGradients, expected: ExpectedG
 
 
 def may_be_rounding(verdict: Verdict) -> bool:
-    """Whether only gradients, their norms and weights are beyond their tolerances, and none beyond what noise may widen
-    one to."""
+    """Whether only gradients, their norms and weights are beyond their tolerances, and none is beyond the maximum to
+    which noise may widen its tolerance."""
     failed = [figure for figure in verdict.figures if not figure.passed]
     return bool(failed) and all(figure.noise is not None and figure.value <= WIDEST for figure in failed)
 
 
 def cut_documents(engine: Engine, longest: int, metadata: Sequence[DocumentMeta] = ()) -> None:
-    """If mesh.cp has several ranks, make rows so short that documents of `longest` tokens are cut over all of them,
-    except for models whose rotary table depends on a document's length. metadata: of documents; those with images keep
-    their room."""
+    """If mesh.cp has several ranks, make rows so short that documents of `longest` tokens are split over all of them,
+    except for models whose rotary table depends on a document's length. metadata: of documents; documents with images
+    keep their room."""
     limit = position_limit(engine.built.config.get_text_config())
     room = -(-max((meta.room for meta in metadata if meta.patches), default=0) // engine.planner.image_room.ranks)
     if engine.context is not None and (limit is None or longest <= limit):
@@ -216,9 +217,9 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
                 if engine.built.support.mixers
                 else "its documents are padded"
             )
-        return [f"cp       this model's documents are dealt whole to the ranks of cp: {why}"]
+        return [f"cp       documents of this model are not split over the ranks of cp: {why}"]
     return [
-        f"cp       documents longer than {engine.budget} tokens were cut over {context.size} ranks "
+        f"cp       documents longer than {engine.budget} tokens were split over {context.size} ranks "
         f"(ring {context.ring_size} x ulysses {context.ulysses_size})"
     ]
 
@@ -241,8 +242,8 @@ def trainer_of(
 
 
 def rounds(engine: Engine) -> bool:
-    """Whether the difference to fp64 is measured at once, because it will be needed: mesh.tp adds up sums in parts, and
-    states along a sequence carry rounding errors far. Of experts it takes long, and is seldom needed."""
+    """Whether the difference to fp64 is measured at once, because it will be needed: mesh.tp adds partial sums, and
+    states along a sequence propagate rounding errors. With experts it takes long, and is seldom needed."""
     return (engine.mesh.tp_size > 1 or bool(engine.module.mixers)) and not engine.built.flops.expert
 
 
@@ -262,7 +263,7 @@ def judge(observed: Observed, expected: Expected, optimizer: str, state: torch.d
 
 def _routing_remark(routing: Differences) -> str:
     return (
-        f"experts  the reference's routes were replayed; by itself this mesh would have chosen otherwise in "
+        f"experts  the reference's routes were replayed; without replay this mesh would have chosen differently in "
         f"{routing.differing} of {routing.choices} (token, layer) pairs, {routing.wrong} of them not ties"
     )
 
@@ -279,8 +280,8 @@ def _readout_figures(observed: Observed, expected: Expected) -> list[Figure]:
     return [
         Figure("readout: logprob", worst["logprob"], SCALAR),
         Figure("readout: entropy", worst["entropy"], SCALAR),
-        Figure("packed against alone", largest(moves), SCALAR),
-        Figure("neighbours do not move", observed.neighbours, SCALAR / 10),
+        Figure("packed row vs. single documents", largest(moves), SCALAR),
+        Figure("other documents do not change", observed.neighbours, SCALAR / 10),
         Figure("evaluation: accuracy", abs(accuracy - expected.accuracy), SCALAR),
         Figure("evaluation: exact", abs(exact - expected.exact), SCALAR),
         *_behind_figures(observed, expected),
@@ -288,7 +289,7 @@ def _readout_figures(observed: Observed, expected: Expected) -> list[Figure]:
 
 
 def _behind_figures(observed: Observed, expected: Expected) -> list[Figure]:
-    """Figures of documents with images in rows behind a cut document."""
+    """Figures of documents with images in rows after a split document."""
     if observed.image_step is None:
         return []
     readouts, gradients = observed.image_step
@@ -297,8 +298,8 @@ def _behind_figures(observed: Observed, expected: Expected) -> list[Figure]:
     moves = [readout_distance(readouts[index]["logprob"], logprob) for index, logprob in enumerate(logprobs)]
     parameters = compare_gradients(gradients, step.gradients, gradient_noise(step.gradients, step.noise_samples))
     return [
-        Figure("images behind a cut document: logprob", largest(moves), SCALAR),
-        worst_of("images behind a cut document: gradients", parameters),
+        Figure("images after a split document: logprob", largest(moves), SCALAR),
+        worst_of("images after a split document: gradients", parameters),
     ]
 
 
@@ -332,7 +333,7 @@ def worst_five(parameters: Sequence[Figure]) -> list[Figure]:
 
 
 def gradient_noise(gradients: Tensors, noise_samples: Sequence[Tensors]) -> dict[str, float]:
-    """The noise of each parameter's gradient: the reference compared with itself by other orders of summation, and in
+    """The noise of each parameter's gradient: the reference compared with itself with other orders of summation, and in
     fp64. Empty if there are no others."""
     figures: dict[str, float] = {}
     for noise in noise_samples:
@@ -342,8 +343,8 @@ def gradient_noise(gradients: Tensors, noise_samples: Sequence[Tensors]) -> dict
 
 
 def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, float]) -> list[Figure]:
-    """A figure per parameter. noise: by parameter. If the reference alone has a gradient, or the engine alone has one
-    that is not zero, the difference is infinite."""
+    """A figure per parameter. noise: by parameter. If only the reference has a gradient, or only the engine has a
+    nonzero one, the difference is infinite."""
     largest = max(float(g.abs().max()) for g in expected.values())
     out = []
     for name in sorted(gradients.keys() | expected.keys()):
@@ -360,7 +361,7 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
 
 
 def without_gradient(expected: Tensors) -> set[str]:
-    """The parameters whose gradient is below what compare_gradients can tell from 0."""
+    """The parameters whose gradient compare_gradients cannot distinguish from 0."""
     largest = max(float(g.abs().max()) for g in expected.values())
     return {name for name, g in expected.items() if float(g.abs().max()) <= 1e-3 * GRADIENT * largest}
 
@@ -369,7 +370,7 @@ def _training_figures(observed: Observed, expected: Expected, optimizer: str, st
     """Figures of losses and norms along the steps, of the weights after them, and of whether copies on several ranks
     stayed equal."""
     agree = Figure(
-        "ranks that hold the same agree",
+        "copies on several ranks are equal",
         float("inf") if observed.disagreement else 0.0,
         0.0,
         note=observed.disagreement,
@@ -394,11 +395,11 @@ def compare_weights(
     name: str, weights: Tensors, after: Tensors, start: Tensors, noise_samples: Sequence[Tensors], optimizer: str,
     state: torch.dtype = torch.float32, unused: Collection[str] = (),
 ) -> Figure:  # fmt: skip
-    """A figure for the engine's weights against the reference's, `after`, which began at `start`. noise_samples: the
-    reference's weights by other orders of summation. unused: parameters without_gradient. state: dtype of the
+    """A figure for the engine's weights against the reference's, `after`, which started from `start`. noise_samples:
+    the reference's weights with other orders of summation. unused: parameters without_gradient. state: dtype of the
     optimizer's state. In a narrow dtype one element may round differently, which in a small parameter is a large share
-    of all movement. So is a step of Lion in the other direction, which the last bit of a gradient may decide: a
-    thousandth of the elements may differ so (masters.py compares its steps from equal gradients)."""
+    of the total movement. The last bit of a gradient may also change the direction of a step of Lion: a thousandth of
+    the elements may differ in this way (masters.py compares its steps from equal gradients)."""
     if optimizer == "sgd":
         value, *noises = (_distance(w, after, start, None) for w in (weights, *noise_samples))
         measured = max(noises, default=None)
@@ -440,7 +441,7 @@ def _distance(weights: Tensors, expected: Tensors, start: Tensors, name: str | N
 
 
 def widened(tolerance: float, noise: float | None) -> float:
-    """The tolerance of a figure whose value the reference itself moves by `noise`, if that was measured."""
+    """The tolerance of a figure whose reference value varies by `noise`, if that was measured."""
     return tolerance if noise is None else min(max(tolerance, 10 * noise), WIDEST)
 
 
@@ -454,6 +455,6 @@ def _excess(figure: Figure) -> float:
 
 
 def worst_of(name: str, figures: Sequence[Figure]) -> Figure:
-    """The figure with the largest value / tolerance, under a common name."""
+    """The figure with the largest value / tolerance, with a common name."""
     worst = max(figures, key=_excess)
     return Figure(name, worst.value, worst.tolerance, worst.noise, worst.name)

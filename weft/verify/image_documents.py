@@ -27,10 +27,10 @@ def steps_with_images(
     bare: bool = True,
     videos: bool = False,
 ) -> tuple[list[list[Document]], Images]:
-    """The steps, with none, one or two images in each document. bare: no images in the last step. videos: half of the
-    documents with images have a video in place of the first image.
+    """The steps, with none, one or two images in each document. bare: whether the last step has no images. videos: half
+    of the documents with images have a video instead of the first image.
 
-    base: a base model with weights, whose tower decides how many placeholders an image has.
+    base: a base model with weights, whose vision tower determines the number of placeholders of an image.
     """
     source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     words = text_ids(vision)
@@ -54,11 +54,12 @@ def steps_with_images(
 
 
 def documents_behind(engine: Engine, base: Any, step: Sequence[Document]) -> tuple[list[Document], Images]:
-    """(Short documents with an image, and a long one that mesh.cp can cut so that short ones have room behind its
-    parts; images by the token ids of their documents). Both are empty if the engine cuts no documents.
+    """(Short documents with an image, and a long document that mesh.cp can split so that short ones fit after its
+    parts; images by the token ids of their documents). Both are empty if the engine splits no documents.
 
-    The long one has images if such documents are cut. It is the last one, and the short ones rise in length: a row
-    has another order, cut documents first and long ones before short ones. step: documents with text to take.
+    The long document has images if such documents are split. It is the last one, and the short ones increase in length,
+    because a row has another order: split documents first, and long ones before short ones. step: documents with text
+    to use.
     """
     vision, images = engine.built.vision, dict[tuple[int, ...], dict[str, torch.Tensor]]()
     if engine.context is None or vision is None:
@@ -88,17 +89,17 @@ def takes_images(engine: Engine) -> bool:
 
 
 def text_ids(vision: Vision) -> list[int]:
-    """Three token ids that are no placeholder of an image or a video."""
+    """Three token ids that are not placeholders of an image or a video."""
     return [i for i in (3, 5, 6, 7, 8) if i not in (vision.image, vision.video)][:3]
 
 
 def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Vision, source: random.Random) -> Document:
-    """The document with the placeholders of one more image or video after its present ones; text stays before, between
-    and after them."""
+    """The document with the placeholders of another image or video after its present ones; there is text before,
+    between and after them."""
     ids, mask = document
     for placeholder, count in runs:
         first = max((n + 1 for n, i in enumerate(ids) if i in (vision.image, vision.video)), default=0) + 1
-        if first >= len(ids):  # text between two of them
+        if first >= len(ids):  # text between two placeholders
             ids, mask = [*ids, *text_ids(vision)[1:]], [*mask, 1.0, 1.0]
         position = source.randrange(first, len(ids))
         ids, mask = (
@@ -111,15 +112,15 @@ def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Visio
 def prompts_for(
     engine: Engine, path: str, prompts: Sequence[Sequence[list[int]]]
 ) -> tuple[list[list[list[int]]], Images]:
-    """(The prompts of each step, with images if the model takes any; the images by the ids of their prompts). Other
-    arguments as of steps_for. Collective."""
+    """(The prompts of each step, with images if the model accepts them; the images by the ids of their prompts). Other
+    arguments: see steps_for. Collective."""
     documents = [[(ids, [0.0] * len(ids)) for ids in step] for step in prompts]
     steps, images, _ = steps_for(engine, path, documents, videos=False)
     return [[ids for ids, _ in step] for step in steps], images
 
 
 def without_placeholders(engine: Engine, ids: Sequence[int]) -> list[int]:
-    """The ids with a word in place of each that stands for an image or a video."""
+    """The ids, with each placeholder of an image or a video replaced by a word."""
     vision = engine.built.vision
     return [i if vision is None or i not in (vision.image, vision.video) else text_ids(vision)[0] for i in ids]
 
@@ -127,11 +128,11 @@ def without_placeholders(engine: Engine, ids: Sequence[int]) -> list[int]:
 def steps_for(
     engine: Engine, path: str, steps: Sequence[Sequence[Document]], videos: bool = True
 ) -> tuple[list[list[Document]], Images, list[Document]]:
-    """(The steps, with images and videos if the model takes any; the images; documents_behind, whose images are among
-    them); the same on every rank. Collective.
+    """(The steps, with images and videos if the model accepts them; the images; documents_behind, whose images are
+    among them); the same on every rank. Collective.
 
-    path: the model's weights, from which the first rank learns how many placeholders an image has. videos: whether
-    there are any.
+    path: the model's weights, from which the first rank determines the number of placeholders of an image. videos:
+    whether there are any.
     """
     if not takes_images(engine):
         return [list(step) for step in steps], {}, []

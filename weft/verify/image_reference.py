@@ -1,4 +1,5 @@
-"""The reference for documents with images and videos. Imports nothing of weft but plain references, on purpose."""
+"""The reference for documents with images and videos. It imports nothing of weft except plain references, on
+purpose."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ Images = Mapping[tuple[int, ...], Mapping[str, Tensor]]  # token ids of a docume
 
 
 class ImageReference(Reference):
-    """Gives the model the images of documents, as its processor would.
+    """Passes the images of documents to the model, like its processor.
 
-    Images of a batch are concatenated in the order of its documents, and so are videos: for SmolVLM along the second
-    dimension, for others, also LLaVA-NeXT with its tiles, along the first. Models that ask for token types get them
+    Images of a batch are concatenated in the order of its documents, and videos, too: for SmolVLM along the second
+    dimension, for others, including LLaVA-NeXT with its tiles, along the first. Models that need token types get them
     from the placeholders.
     """
 

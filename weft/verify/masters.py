@@ -1,8 +1,8 @@
-"""Optimizer steps of an engine beside the same steps of one process, from equal gradients.
+"""Compares optimizer steps of an engine with the same steps of one process, from equal gradients.
 
-What rounds in a step (bf16 masters, 8-bit or bf16 state) or jumps (the sign in Lion) turns the last bits of a gradient
-into other weights. So both sides get the engine's gradients, and their weights are compared element by element. The
-gradients themselves are compared with those of plain transformers at the same rounded weights.
+Rounding in a step (bf16 masters, 8-bit or bf16 state) and jumps (the sign in Lion) turn differences in the last bits of
+a gradient into different weights. So both sides get the engine's gradients, and their weights are compared element by
+element. The gradients are compared with those of plain transformers at the same rounded weights.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from weft.verify.reference_muon import PlainMuon
 from weft.verify.reference_optimizer import PlainLion, PlainSGD
 from weft.verify.routing import Recorder, Routes
 
-# Low-bit AdamW, SGD with rounded momentum and Lion are computed from operations that are rounded one by one, and have
-# the bits of the reference. Fused kernels and sums over a matrix do not: this share of a tensor's elements may be
-# rounded to the other neighbour in bf16, and others may be apart by this share of the tensor's largest step. Muon's
-# five products amplify rounding in matrices of low rank, such as a small router's.
+# Low-bit AdamW, SGD with rounded momentum and Lion consist of operations that are rounded one by one, so their bits
+# equal the reference's. This does not hold for fused kernels and sums over a matrix: this share of a tensor's elements
+# may be rounded to the other neighbour in bf16, and others may differ by this share of the tensor's largest step.
+# Muon's five matmuls amplify rounding in matrices of low rank, such as a small router's.
 SHARE, SMALL, MUON = 0.01, 1e-3, 0.05
 
 
 class MasterReference:
-    """One process with weights in the engine's master dtype, which takes the engine's gradients."""
+    """One process with weights in the engine's master dtype, which uses the engine's gradients."""
 
     def __init__(self, engine: Engine, trainer: ReferenceTrainer, start: Tensors) -> None:
-        """start: the engine's trained weights, by the names of the plain side."""
+        """start: the engine's trained weights, with the names of the plain side."""
         config, dtype = trainer.config, engine.precision.master
         self.plain: Reference = trainer.reference()
         named = [(name, parameter) for name, parameter in self.plain.named() if parameter.requires_grad]
-        first = {parameter: name for name, parameter in reversed(named)}  # of tied parameters' names
+        first = {parameter: name for name, parameter in reversed(named)}  # the first name of tied parameters
         self.masters = {
             name: nn.Parameter(start[name].to(parameter.device, dtype, copy=True)) for parameter, name in first.items()
         }
@@ -59,7 +59,7 @@ class MasterReference:
         self.clip = config.max_grad_norm
 
     def gradients(self, step: Step) -> tuple[float, Tensors]:
-        """(Loss, gradients) in fp32 at the present weights."""
+        """(Loss, gradients) in fp32 at the current weights."""
         for name, parameter in self.plain.named():
             if name in self.masters:
                 parameter.data.copy_(self.masters[name])
@@ -67,7 +67,7 @@ class MasterReference:
         return loss, {name: gradient.cpu() for name, gradient in gradients.items()}
 
     def update(self, gradients: Tensors, norm: float, lr: float) -> None:
-        """Take a step. norm: of these gradients."""
+        """Run an optimizer step. norm: of these gradients."""
         for name, master in self.masters.items():
             if name in gradients:
                 master.grad = gradients[name].to(master, copy=True).mul_(clipping_factor(norm, self.clip))
@@ -78,7 +78,7 @@ class MasterReference:
 
     @torch.no_grad()
     def follow(self, weights: Tensors) -> Iterator[tuple[Figure, Figure]]:
-        """For each parameter, (share of elements that differ from these weights, how far they are apart), and go on
+        """For each parameter, (share of elements that differ from these weights, size of the difference). Then continue
         from these weights."""
         for name, master in self.masters.items():
             actual, expected = weights[name].to(master.dtype), master.detach().cpu()
@@ -143,7 +143,8 @@ def compare_steps(engine: Engine, path: str, steps: Sequence[Step], lr: float) -
 
 
 def rounds_steps(config: OptimizerConfig, master: torch.dtype) -> bool:
-    """Whether a step of the optimizer rounds or jumps, so that it is compared with one process from equal gradients."""
+    """Whether a step of the optimizer rounds or jumps, so that weft compares it with one process from equal
+    gradients."""
     return bool(lossy_parts(config, master)) or config.name == "lion"
 
 

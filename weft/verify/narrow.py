@@ -1,8 +1,8 @@
-"""An engine in its configured 16-bit dtype, or in fp8, beside plain transformers that round in the same way.
+"""Compares an engine in its configured 16-bit dtype, or in fp8, with plain transformers that round in the same way.
 
-Both are measured by their distance to plain transformers in fp32: an engine may be FACTOR times as far from it as plain
-transformers are. What 16 bits round away is noise of that size; what is lost otherwise (a loss scale that a part of the
-loss does not get, products summed in 16 bits) is far beyond. Experts of all three follow the routes of fp32.
+Both are measured by their distance to plain transformers in fp32: the engine's distance may be FACTOR times that of
+plain transformers. Rounding to 16 bits is noise of that size. Other losses of precision (a part of the loss without the
+loss scale, matmuls summed in 16 bits) are far larger. Experts of all three follow the routes of fp32.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from weft.verify.harness import SCALAR, Figure, compare_gradients, relative, tra
 from weft.verify.observed import Step, Tensors, following, gather_readouts, neighbours, one_gradient
 from weft.verify.routing import Recorder, Routes
 
-# Engines of 58 pairs of a family and a dtype, on meshes of one and two ranks, were at most 1.4 times as far off as
-# plain transformers. A part that is lost is off by all of it, against some percent of rounding in bf16, less in fp16.
+# For 58 pairs of a family and a dtype, on meshes of one and two ranks, the engine's distance was at most 1.4 times that
+# of plain transformers. A missing part differs by 100%, compared with some percent of rounding in bf16, less in fp16.
 FACTOR = 4.0
-_SMALL = 1e-2  # a gradient counts as at least this share of the largest: a smaller one may be nothing but rounding
-# Choices of experts that rounding changes move the auxiliary loss, so that its gradient has another direction in 16
-# bits. Its share along that of fp32 stays near 1.
+_SMALL = 1e-2  # a gradient counts as at least this share of the largest: smaller ones may be only rounding
+# If rounding changes choices of experts, the auxiliary loss changes, and its gradient has another direction in 16 bits.
+# Its component along that of fp32 stays near 1.
 _BALANCE = 0.1
-_MOST_HALVINGS = 24  # of the loss scale
+_MOST_HALVINGS = 24  # maximum number of halvings of the loss scale
 
 
 @dataclass
 class NarrowResults:
-    """One side's results. logprobs: of each document. balance: gradients of the experts' auxiliary loss alone; empty
+    """One side's results. logprobs: of each document. balance: gradients of only the experts' auxiliary loss; empty
     without one."""
 
     logprobs: list[Tensor]
@@ -44,8 +44,8 @@ class NarrowResults:
 
 
 def narrow_dtype(engine: Engine) -> torch.dtype | None:
-    """The dtype in which the engine computes, if something is rounded to 16 or 8 bits and plain transformers can
-    compute the same."""
+    """The dtype in which the engine computes, if it rounds to 16 or 8 bits and plain transformers can compute the
+    same."""
     precision = engine.precision
     if precision.compute not in (torch.float16, torch.bfloat16) and not engine.config.model.transforms:
         return None
@@ -56,8 +56,8 @@ def compare_as_configured(engine: Engine, path: str, step: Step) -> tuple[list[F
     """(Figures, remark) of an engine in its configured dtypes, with the weights at `path`; the remark is on the first
     rank. Collective.
 
-    Isolation of documents is always judged, because rounding is no excuse there. The rest is judged where the engine
-    computes in 16 bits or in fp8, and else a remark.
+    Isolation of documents is always judged, because rounding does not affect it. The other figures are judged if the
+    engine computes in 16 bits or in fp8; otherwise they are a remark.
     """
     randomize_adapters(engine)
     with saved_adapter(engine) as adapter:
@@ -78,7 +78,7 @@ def _compare(engine: Engine, trainer: ReferenceTrainer, step: Step) -> tuple[lis
         readouts = gather_readouts(engine, step)
         loss, gradients = _finite_gradients(engine, step)
         balance = _finite_gradients(engine, _silent(step))[1] if engine.balance else {}
-    moved = Figure("neighbours do not move, configured dtypes", moves, SCALAR / 10)
+    moved = Figure("other documents do not change, configured dtypes", moves, SCALAR / 10)
     if exact is None:
         return [moved], ""
     logprobs = [readouts[index]["logprob"] for index in range(len(step))]
@@ -86,9 +86,9 @@ def _compare(engine: Engine, trainer: ReferenceTrainer, step: Step) -> tuple[lis
     figures, why = [moved], "no verdict"
     if dtype is not None:
         plain = _finite_reference(trainer, step, dtype, recorder, engine)
-        why = "plain transformers are not finite in it: no verdict"
+        why = "no verdict: plain transformers are not finite in it"
         if plain is not None:
-            why = f"verdict: at most {FACTOR:g} times as far off as plain transformers in it"
+            why = f"verdict: at most {FACTOR:g} times the difference of plain transformers in it"
             head = f"{engine.module.facts.head}.weight"
             head = head if head in exact.gradients else f"{engine.module.facts.embedding}.weight"
             name = "fp8" if trainer.fp8 else str(dtype).removeprefix("torch.")
@@ -105,8 +105,9 @@ def _compare(engine: Engine, trainer: ReferenceTrainer, step: Step) -> tuple[lis
 def judge_narrow(
     observed: NarrowResults, plain: NarrowResults, exact: NarrowResults, name: str, floor: float, head: str
 ) -> list[Figure]:
-    """Figures of an engine (observed) and of plain transformers (plain) that both round, against fp32 (exact). name: of
-    the dtype. floor: a distance that always passes. head: name of the weight of which each row is a token's."""
+    """Figures of an engine (observed) and of plain transformers (plain), both with rounding, against fp32 (exact).
+    name: of the dtype. floor: a distance that always passes. head: name of the weight in which each row is a
+    token's."""
 
     def bounded(figure_name: str, actual: float, reference: float, note: str = "") -> Figure:
         return Figure(figure_name, actual, FACTOR * reference + floor, reference, note)
@@ -136,7 +137,7 @@ def judge_narrow(
 
 
 def gradient_errors(actual: Tensors, exact: Tensors) -> dict[str, float]:
-    """||g - g_exact|| / ||g_exact|| of each parameter; infinite where a gradient is missing."""
+    """||g - g_exact|| / ||g_exact|| of each parameter; infinite if a gradient is missing."""
     threshold = _SMALL * max(float(g.norm()) for g in exact.values())
     return {
         name: float((actual[name].float() - g).norm()) / (max(float(g.norm()), threshold) or 1.0)
@@ -147,8 +148,8 @@ def gradient_errors(actual: Tensors, exact: Tensors) -> dict[str, float]:
 
 
 def share_along(actual: Tensors, exact: Tensors) -> float:
-    """<g, g_exact> / <g_exact, g_exact>, over all parameters together: 1 if g is g_exact but for what is at right
-    angles to it, 0 if it is lost."""
+    """<g, g_exact> / <g_exact, g_exact>, over all parameters together: 1 if g is g_exact plus a part orthogonal to it,
+    0 if g_exact is lost."""
     square = sum(float(g.double().square().sum()) for g in exact.values())
     return sum(float((actual[n].double() * g.double()).sum()) for n, g in exact.items() if n in actual) / (
         square or 1.0
@@ -156,8 +157,8 @@ def share_along(actual: Tensors, exact: Tensors) -> float:
 
 
 def row_errors(actual: Tensor, exact: Tensor) -> float:
-    """The mean over rows of a matrix of ||row - row_exact|| / ||row_exact||, of each row at most 1. So rows count that
-    are small beside others, as those of unlikely tokens are."""
+    """The mean over rows of a matrix of ||row - row_exact|| / ||row_exact||, at most 1 for each row. So small rows,
+    such as those of unlikely tokens, have the same influence as large ones."""
     size = exact.norm(dim=1)
     rows = size > 0
     off = (actual.float() - exact).norm(dim=1)[rows] / size[rows]
@@ -169,13 +170,13 @@ def _rms(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def _silent(step: Step) -> Step:
-    """The documents of a step, nothing of which is trained."""
+    """The documents of a step, with no trained tokens."""
     return [(ids, [0.0] * len(ids)) for ids, _ in step]
 
 
 def _finite_gradients(engine: Engine, step: Step) -> tuple[float, Tensors]:
-    """(Loss, gradients), at the largest loss scale up to the present one at which they are finite, as training finds
-    it."""
+    """(Loss, gradients) at the largest loss scale, up to the current one, at which they are finite. Training finds the
+    loss scale in the same way."""
     while True:
         loss, gradients, _ = one_gradient(engine, step, None)
         finite = all(bool(g.isfinite().all()) for g in gradients.values())
@@ -186,8 +187,8 @@ def _finite_gradients(engine: Engine, step: Step) -> tuple[float, Tensors]:
 def _of_reference(
     trainer: ReferenceTrainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, scale: float
 ) -> NarrowResults:
-    """Results of plain transformers in `dtype`: without rounding the recorder records their routes, else they follow
-    it."""
+    """Results of plain transformers in `dtype`. Without rounding the recorder records their routes; otherwise they
+    follow it."""
     plain = trainer.reference(dtype)
     plain.scale = scale
     with recording(recorder, plain, trainer.layers, follow=trainer.fp8 or dtype != torch.float32):
@@ -201,7 +202,7 @@ def _of_reference(
 def _finite_reference(
     trainer: ReferenceTrainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, engine: Engine
 ) -> NarrowResults | None:
-    """_of_reference at the largest loss scale, up to the engine's, at which it is finite; None if it is at none."""
+    """_of_reference at the largest loss scale, up to the engine's, at which it is finite; None if there is none."""
     scale = 1.0 if engine.loss_scale is None else engine.loss_scale.scale
     for _ in range(_MOST_HALVINGS):
         results = _of_reference(trainer, step, dtype, recorder, scale)

@@ -1,4 +1,4 @@
-"""train.loss against the same object on plain readouts: one process, one document at a time."""
+"""Compares train.loss with the same object on plain readouts: one process, one document at a time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LossAndGradients = list[tuple[float, Tensors]]  # the loss and the gradients: of
 
 
 def observe_objective(engine: Engine, objective: Loss, step: Step, routes: Routes, images: Images) -> LossAndGradients:
-    """The engine's loss and gradients of `objective`, in rows as configured and in rows of about one document;
-    collective."""
+    """The engine's loss and gradients of `objective`, in rows as configured and in rows of about one document.
+    Collective."""
     engine.check_sums(objective)
     budgets = (None, short_budget(engine, step, images))
     with following(engine, routes):
@@ -32,12 +32,12 @@ def observe_objective(engine: Engine, objective: Loss, step: Step, routes: Route
 
 
 def divisor(engine: Engine, objective: Loss, step: Step, images: Images) -> float:
-    """What the objective divides the sum of this step by."""
+    """The number by which the loss divides the sum of this step."""
     return check_normaliser(objective.normaliser(engine.plan(to_documents(engine, step, images)[1])), objective)
 
 
 def expect_objective(trainer: ReferenceTrainer, objective: Loss, step: Step, divided_by: float) -> ExpectedGradient:
-    """What one plain process computes of it. others: with the documents in reverse."""
+    """The results of one plain process. Its noise sample has the documents in reverse order."""
     plain = trainer.reference()
     loss, gradients = _gradients(plain, objective, step, divided_by)
     reverse = _gradients(plain, objective, step[::-1], divided_by)[1]
@@ -45,8 +45,8 @@ def expect_objective(trainer: ReferenceTrainer, objective: Loss, step: Step, div
 
 
 def _gradients(plain: Reference, objective: Loss, step: Sequence[Document], divisor: float) -> tuple[float, Tensors]:
-    """(The metric `loss`, the gradients), with those of the experts' auxiliary loss."""
-    plain.gradients([(ids, [0.0] * len(ids)) for ids, _ in step])  # leaves those of the auxiliary loss, if there is one
+    """(The metric `loss`, the gradients), including gradients of the experts' auxiliary loss."""
+    plain.gradients([(ids, [0.0] * len(ids)) for ids, _ in step])  # leaves gradients of the auxiliary loss, if any
     total = weight = 0.0
     for document in step:
         terms = check_terms(objective(_batch(plain, objective, document)), objective)
@@ -58,7 +58,7 @@ def _gradients(plain: Reference, objective: Loss, step: Sequence[Document], divi
 
 
 def _batch(plain: Reference, objective: Loss, document: Document) -> Batch:
-    """The predictions of one document alone: its trained tokens, or all for an objective that wants every token."""
+    """The predictions of a single document: its trained tokens, or all tokens for a loss that reads every token."""
     ids, mask = document
     states: dict[str, Tensor] = {}
 

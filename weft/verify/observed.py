@@ -1,4 +1,4 @@
-"""The engine's side of the parity harness: runs every check on the mesh and gathers whole results on every rank."""
+"""The engine's side of the parity harness: runs every check on the mesh and gathers complete results on every rank."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _NONE: Images = {}
 
 @dataclass
 class Observed:
-    """The engine's results, as whole tensors. routing: choices of experts that differ from the reference's; None if
-    dense. behind: readouts and gradients of documents with images behind one that is cut; None without such ones.
-    evaluated: accuracy and share of exact documents. apart: the error if weights that
-    several ranks hold became unequal, which ends training; else ""."""
+    """The engine's results, as complete tensors. routing: choices of experts that differ from the reference's; None for
+    dense models. behind: readouts and gradients of documents with images after a split document; None without such
+    documents. evaluated: accuracy and share of exact documents. apart: the error if weights that several ranks have
+    became unequal, which ends training; otherwise ""."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -57,7 +57,7 @@ def observe(
     held_out: Step = (),
     image_step: Step = (),
 ) -> Observed:
-    """Run the engine's side of every check, following the reference's routes if there are any; collective.
+    """Run the engine's side of every check, following the reference's routes if there are any. Collective.
 
     held_out: documents to evaluate. image_step: see documents_behind.
     """
@@ -105,7 +105,7 @@ def _observe(
     observed.separate = gather_readouts(engine, steps[0], longest, images)
     observed.neighbours = neighbours(engine, steps[0], observed.readouts, images)
     later = [one_gradient(engine, step, None, images) for step in steps[1:]]
-    first = one_gradient(engine, steps[0], None, images, keep=True)  # and the first step of training
+    first = one_gradient(engine, steps[0], None, images, keep=True)  # also the first step of training
     for loss, gradients, norm in (first, *later):
         observed.losses.append(loss)
         observed.gradients.append(gradients)
@@ -130,8 +130,8 @@ def short_budget(engine: Engine, step: Step, images: Images = _NONE) -> int:
 
 
 def budget_behind(engine: Engine, documents: Step, images: Images) -> int | None:
-    """A budget of rows (see Engine.plan) at which some of documents_behind lie behind the one that is cut; None if
-    there is none."""
+    """A token budget of rows (see Engine.plan) with which some of documents_behind are after the split document; None
+    if there is none."""
     metas = to_documents(engine, documents, images)[1]
     rooms = [meta.room for meta in metas]
     ranks = 1 if engine.context is None else engine.context.size
@@ -142,15 +142,15 @@ def budget_behind(engine: Engine, documents: Step, images: Images) -> int | None
 
 
 def _documents_after_cut(plan: StepPlan) -> int:
-    """The largest number of whole documents in a row behind a part of a cut document."""
+    """The largest number of complete documents in a row after a part of a split document."""
     rows = [(micro, rank, row) for micro, ranks in enumerate(plan.rows) for rank, row in enumerate(ranks)]
     cut = [set(row) & set(plan.shared_documents(micro, rank)) for micro, rank, row in rows]
     return max(len(row) - len(shared) if shared else 0 for (_, _, row), shared in zip(rows, cut, strict=True))
 
 
 def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[dict[int, Document], list[DocumentMeta]]:
-    """(Documents of a step by index, their metadata). They are one group, which shares beginnings. images: by the token
-    ids of their documents."""
+    """(Documents of a step by index, their metadata). They are one group with shared prefixes. images: by the token ids
+    of their documents."""
     documents = {
         index: Document(
             torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=media_of(engine, ids, images), group=0
@@ -170,8 +170,9 @@ def one_gradient(
     engine: Engine, step: Step, budget: int | None, images: Images = _NONE, objective: Loss | None = None,
     *, keep: bool = False,
 ) -> tuple[float, Tensors, float]:  # fmt: skip
-    """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. objective: cross
-    entropy if None. keep: leave the gradients in the engine, for its next update; else they are dropped."""
+    """(Loss, complete gradients on the CPU, their norm). budget: tokens of a row; None as configured. objective: the
+    loss; None for cross entropy. keep: keep the gradients in the engine for its next update; otherwise they are
+    dropped."""
     documents, metas = to_documents(engine, step, images)
     return gradient_of(engine, engine.plan(metas, budget=budget), documents, objective or CrossEntropy(), keep=keep)
 
@@ -179,7 +180,7 @@ def one_gradient(
 def gradient_of(
     engine: Engine, plan: StepPlan, documents: Mapping[int, Document], objective: Loss, *, keep: bool = False
 ) -> tuple[float, Tensors, float]:
-    """one_gradient of a plan. documents: this rank's or all, by their place in the plan."""
+    """one_gradient of a plan. documents: this rank's or all, by their index in the plan."""
     loss = engine.accumulate(plan, documents, objective)["loss"] or 0.0
     gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
     norm = engine.gradient_norm()
@@ -200,8 +201,8 @@ def gather_readouts(
 
 
 def neighbours(engine: Engine, step: Step, before: Mapping[int, Tensors], images: Images = _NONE) -> float:
-    """The largest change of other documents' logprobs when the longest document of text changes, as readout_distance:
-    relative, because experts and ranks batch tokens by the content of a row, which changes rounding.
+    """The largest change of other documents' logprobs when the longest text document changes, from readout_distance. It
+    is relative, because experts and ranks batch tokens by the content of a row, which changes rounding.
 
     before: the readouts of `step`, by document.
     """
@@ -213,7 +214,7 @@ def neighbours(engine: Engine, step: Step, before: Mapping[int, Tensors], images
 
 
 def largest(values: Iterable[float]) -> float:
-    """The maximum, with NaN as the largest; 0 of none."""
+    """The maximum, with NaN as the largest value; 0 for no values."""
     values = list(values)
     return next((value for value in values if value != value), max(values, default=0.0))
 

@@ -1,10 +1,10 @@
-"""The reference for adapters: peft's own model in one plain process, and the formats of quantised bases, written once
-more. Imports only the plain reference and an error class of weft.
+"""The reference for adapters: peft's model in one plain process, and a second implementation of the formats of
+quantised bases. Imports only the plain reference and an error class of weft.
 
-nf4: levels and blocks are those of QLoRA (arXiv:2305.14314) as bitsandbytes stores them: 64 elements share a scale, 256
-scales share one, and scales are 8-bit numbers about their mean (arXiv:2110.02861). Every value is compared with every
-level. int8: each row by its largest magnitude / 127 (arXiv:2208.07339). fp8: each block by its largest magnitude / 448,
-to e4m3 (arXiv:2412.19437).
+nf4: levels and blocks of QLoRA (arXiv:2305.14314) as bitsandbytes stores them: 64 elements share a scale, 256 scales
+share another, and scales are 8-bit numbers about their mean (arXiv:2110.02861). Every value is compared with every
+level. int8: each row is scaled by its largest magnitude / 127 (arXiv:2208.07339). fp8: each block is scaled by its
+largest magnitude / 448, then rounded to e4m3 (arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NF4 = [
 
 
 def rounded_base(weight: Tensor, form: str, block: tuple[int, int]) -> Tensor:
-    """The weight that its bytes say, in its own dtype. block: of fp8."""
+    """The weight decoded from its bytes, in its dtype. block: of fp8."""
     if form == "nf4":
         return nf4_and_back(weight)
     if form == "int8":
@@ -37,7 +37,7 @@ def rounded_base(weight: Tensor, form: str, block: tuple[int, int]) -> Tensor:
 
 
 def int8_and_back(weight: Tensor) -> Tensor:
-    """By rows of the last dimension."""
+    """The weight rounded by rows of the last dimension."""
     rows = []
     for row in weight.float().reshape(-1, weight.shape[-1]):
         largest = row.abs().max()
@@ -47,7 +47,7 @@ def int8_and_back(weight: Tensor) -> Tensor:
 
 
 def fp8_and_back(weight: Tensor, block: tuple[int, int]) -> Tensor:
-    """By blocks of the last two dimensions; those at the edges may be smaller."""
+    """The weight rounded by blocks of the last two dimensions; blocks at the edges may be smaller."""
     out = torch.empty_like(weight)
     for matrix, rounded in zip(weight.reshape(-1, *weight.shape[-2:]), out.view(-1, *weight.shape[-2:]), strict=True):
         for row in range(0, matrix.shape[0], block[0]):
@@ -61,7 +61,7 @@ def fp8_and_back(weight: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def nf4_and_back(weight: Tensor) -> Tensor:
-    """The weight that its bytes say, in its own dtype. Its size must be a multiple of 64."""
+    """The weight decoded from its bytes, in its dtype. Its size must be a multiple of 64."""
     blocks = weight.float().reshape(-1, 64)
     scales = blocks.abs().amax(1)
     values = _rounded(blocks * (1.0 / scales[:, None].clamp(min=1e-38)), torch.tensor(_NF4))
@@ -76,7 +76,7 @@ def _rounded_scales(scales: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor, levels: Tensor) -> Tensor:
-    """Each value as the nearest level."""
+    """Each value replaced by the nearest level."""
     levels = levels.to(values.device)
     rows = [levels[(row[:, None] - levels).abs().argmin(-1)] for row in values.flatten().split(4096)]
     return torch.cat(rows).view_as(values)
@@ -92,9 +92,9 @@ def _eight_bits() -> Tensor:
 
 
 class PeftReference(Reference):
-    """A plain model with the adapter of a folder, all in fp32 unless `base` gives another dtype for the base.
-    quantised: name of a parameter of the base that is rounded first -> its format, and its blocks in fp8.
-    frozen: number of the last rows of A and columns of B that are not trained.
+    """A plain model with the adapter of a folder, all in fp32 unless `base` is another dtype for the base. quantised:
+    name of a parameter of the base that is rounded first -> its format, and its blocks in fp8. frozen: number of the
+    last rows of A and columns of B that are not trained.
 
     Tensors are named as in the adapter's file, without its prefix; those of the frozen base as in the base.
     """
@@ -130,11 +130,11 @@ class PeftReference(Reference):
         return {name: parameter.detach().clone() for name, parameter in self.named()}
 
     def current_gradients(self) -> dict[str, Tensor]:
-        """A copy of every gradient that there is, by the names of named()."""
+        """A copy of every existing gradient, by the names of named()."""
         return {name: parameter.grad.clone() for name, parameter in self.named() if parameter.grad is not None}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter, except the originals that peft keeps of modules that are trained whole."""
+        """Every parameter, except the originals that peft keeps for modules that are trained completely."""
         return [(_plain(n), p) for n, p in self.model.named_parameters() if ".original_module." not in n]
 
 

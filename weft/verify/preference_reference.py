@@ -1,8 +1,8 @@
-"""Losses of preferences in plain PyTorch, over a whole step at once. Imports nothing of weft's losses and data.
+"""Losses of preferences in plain PyTorch, over a complete step. Imports nothing of weft's losses and data.
 
-An answer is a document whose last tokens are trained. A pair is (chosen, rejected). For KTO each answer is compared by
-itself, and has a mismatched answer: the same prompt with the answer before it in the data. Formulas and their sources
-are in docs/reference/preference-losses.md.
+An answer is a document whose last tokens are trained. A pair is (chosen, rejected). In KTO each answer is compared
+alone, and has a mismatched answer: the same prompt with the previous answer in the data. Formulas and their sources are
+in docs/reference/preference-losses.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from weft.verify.reference import Reference
 @dataclass
 class ComparedAnswer:
     """ids: of prompt and answer. prompt: tokens of the prompt, at least 1. margin: of its pair. desired: for losses of
-    answers one by one. shorter: tokens of the shorter answer of its pair; tokens beyond count `tail` times.
-    mismatched: for KTO. reference: its logprob sum under the reference, 0 without one."""
+    single answers. shorter: tokens of the shorter answer of its pair; further tokens count `tail` times. mismatched:
+    for KTO. reference: its logprob sum under the reference, 0 without one."""
 
     ids: list[int]
     prompt: int
@@ -101,7 +101,7 @@ def _slope(u: Tensor, config: Any) -> Tensor:
 
 
 def pair_losses(name: str, p: PlainPairs) -> Tensor:
-    """[P] the loss of each pair; of losses that sort a step, their values in that order."""
+    """[P] the loss of each pair. For losses that sort a step, the values are in sorted order."""
     c, wrong, sigmoid = p.config, p.config.label_smoothing, torch.sigmoid
     beta, x, dc, dr = c.beta, p.logit, p.chosen_ratio, p.rejected_ratio
     mean_c, mean_r = p.chosen / p.chosen_tokens, p.rejected / p.rejected_tokens
@@ -150,7 +150,7 @@ def single_losses(name: str, ratio: Tensor, desired: Tensor, kl: float, config: 
 
 
 def logprob_sum(plain: Reference, answer: ComparedAnswer) -> Tensor:
-    """The sum over the answer's tokens of their logprobs, in fp64; tokens beyond the shorter answer times `tail`."""
+    """The sum of the logprobs of the answer's tokens, in fp64; tokens beyond the shorter answer count `tail` times."""
     logprob = plain.logits(answer.ids)[:-1].log_softmax(-1)
     targets = torch.tensor(answer.ids[1:], device=logprob.device)
     trained = logprob.gather(1, targets[:, None])[answer.prompt - 1 :, 0]
@@ -161,7 +161,7 @@ def logprob_sum(plain: Reference, answer: ComparedAnswer) -> Tensor:
 
 @torch.no_grad()
 def read_reference(plain: Reference, answers: Sequence[ComparedAnswer]) -> None:
-    """Set the reference's sums of the answers and of their mismatched ones."""
+    """Set the reference's sums of the answers and of their mismatched answers."""
     mismatched = [answer.mismatched for answer in answers if answer.mismatched is not None]
     for answer in (*answers, *mismatched):
         answer.reference = float(logprob_sum(plain, answer))
@@ -169,14 +169,14 @@ def read_reference(plain: Reference, answers: Sequence[ComparedAnswer]) -> None:
 
 @torch.no_grad()
 def kl_of(plain: Reference, answers: Sequence[ComparedAnswer]) -> float:
-    """KTO's z over these answers: the mean log ratio of the mismatched ones, at least 0."""
+    """KTO's z over these answers: the mean log ratio of the mismatched answers, at least 0."""
     mismatched = [answer.mismatched for answer in answers if answer.mismatched is not None]
     ratios = [float(logprob_sum(plain, answer)) - answer.reference for answer in mismatched]
     return max(0.0, sum(ratios) / len(ratios)) if ratios else 0.0
 
 
 def plain_losses(plain: Reference, step: Sequence[Sequence[ComparedAnswer]], config: Any) -> Iterator[Tensor]:
-    """[examples] the terms of a step's loss. step: pairs, or answers one by one. config: the section `preference`."""
+    """[examples] the terms of a step's loss. step: pairs, or single answers. config: the section `preference`."""
     weights = config.weights or [1.0] * len(config.losses)
     device = next(plain.model.parameters()).device
 

@@ -1,7 +1,8 @@
-"""The reference: the results of one plain process. Imports nothing of weft, on purpose; short enough to believe.
+"""The reference: the results of one plain process. It imports nothing of weft, on purpose, and is short enough to
+check.
 
-It uses transformers' from_pretrained in fp32, eager, without dropout, on one document at a time, with its own shift of
-labels and its own sum. A document is (ids, mask): token ids and the loss weight of each token as a target, as lists.
+It uses transformers' from_pretrained in fp32, eager, without dropout, on one document at a time, and shifts labels and
+sums losses itself. A document is (ids, mask): token ids and the loss weight of each token as a target, as lists.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ Batch = tuple[list[list[int]], list[list[float]], Tensor | None]  # ids, loss ma
 class Reference:
     """A plain model in one process; tensors are keyed by transformers' parameter names. freeze: patterns of names.
 
-    balance: factor of transformers' own auxiliary loss. whole_step: compute that loss over all documents of a step
-    together; else per document, weighted by its tokens. dtype: of weights and computation. scale: factor on gradients.
+    balance: factor of transformers' auxiliary loss. whole_step: compute that loss over all documents of a step
+    together; otherwise per document, weighted by its tokens. dtype: of weights and computation. scale: factor on
+    gradients.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Reference:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         plain = self.load(path, dtype=dtype, attn_implementation="eager")
-        if getattr(plain, "is_quantized", False):  # bitsandbytes' layers cannot be trained, nor compared
+        if getattr(plain, "is_quantized", False):  # bitsandbytes' layers cannot be trained or compared
             plain = plain.dequantize(dtype=dtype)
         self.plain = plain.eval().to(device)
         self.model: nn.Module = self.plain
@@ -49,11 +51,11 @@ class Reference:
     def load(self, path: str, **options: Any) -> Any:
         """The model. options: of from_pretrained."""
         named = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).architectures[0]
-        cls = getattr(transformers, named, transformers.AutoModelForCausalLM)  # which knows what a user registered
+        cls = getattr(transformers, named, transformers.AutoModelForCausalLM)  # finds classes that a user registered
         return cls.from_pretrained(path, **options)
 
     def logits(self, ids: list[int]) -> Tensor:
-        """[T, V] of one document alone."""
+        """[T, V] of a single document."""
         tensor = torch.tensor([ids], device=self.device)
         return self.model(input_ids=tensor, use_cache=False, **self.images([ids])).logits[0].float()
 
@@ -63,7 +65,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        """(Log p of each token given those before it, entropy of that distribution), [T] each; entry 0 is 0."""
+        """(Log p of each token given the tokens before it, entropy of that distribution), [T] each; entry 0 is 0."""
         logprob = self.logits(ids).log_softmax(-1)[:-1]
         targets = torch.tensor(ids[1:], device=self.device)
         chosen = logprob.gather(1, targets[:, None])[:, 0]
@@ -72,11 +74,11 @@ class Reference:
         return torch.cat([zero, chosen]).cpu(), torch.cat([zero, entropy]).cpu()
 
     def gradients(self, documents: Sequence[Document]) -> tuple[float, dict[str, Tensor]]:
-        """(Loss = sum(w ce) / sum(w) over all documents, gradient of every parameter that is used)."""
+        """(Loss = sum(w ce) / sum(w) over all documents, gradient of every used parameter)."""
         return self._backward([([ids], [mask], None) for ids, mask in documents], documents), self.current_gradients()
 
     def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
-        """Gradients from right-padded batches of `size` with a mask, which show the reference's own rounding noise."""
+        """Gradients from right-padded batches of `size` with a mask, which show the reference's rounding noise."""
         batches: list[Batch] = []
         for start in range(0, len(documents), size):
             batch = documents[start : start + size]
@@ -89,8 +91,8 @@ class Reference:
         return self.current_gradients()
 
     def _backward(self, batches: Sequence[Batch], documents: Sequence[Document]) -> float:
-        """Run forward and backward batch by batch; returns the loss without the auxiliary one. With whole_step, the
-        auxiliary loss follows at the end, through graphs that were kept."""
+        """Run forward and backward batch by batch; returns the loss without the auxiliary loss. With whole_step, the
+        auxiliary loss follows at the end, through the stored graphs."""
         self.model.zero_grad(set_to_none=True)
         total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
         tokens = sum(len(ids) for ids, _ in documents)
@@ -130,7 +132,7 @@ class Reference:
         return function(tuple(layers), layers[0].shape[-1], self.plain.config.num_experts_per_tok)
 
     def current_gradients(self) -> dict[str, Tensor]:
-        """A copy of every gradient that there is."""
+        """A copy of every existing gradient."""
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -146,13 +148,13 @@ class Reference:
     ) -> None:
         """Begin training. optimizer: over the model, with a `factor` on the rate per group (reference_optimizer.py).
 
-        clip: the largest gradient norm. state: dtype to which the optimizer's state is rounded after each step.
+        clip: the maximum gradient norm. state: dtype to which the optimizer's state is rounded after each step.
         """
         self.optimizer, self.clip, self.state = optimizer, clip, state
 
     def step(self, documents: Sequence[Document], lr: float, padded: bool = False) -> tuple[float, float]:
-        """Take one optimizer step; returns (loss, gradient norm before clipping). padded: use padded_gradients; the
-        loss is 0 then."""
+        """Run one optimizer step; returns (loss, gradient norm before clipping). padded: use padded_gradients; the loss
+        is then 0."""
         loss = 0.0
         if padded:
             self.padded_gradients(documents)
@@ -161,7 +163,7 @@ class Reference:
         return loss, self.update(lr)
 
     def update(self, lr: float) -> float:
-        """One optimizer step by the current gradients; returns their norm before clipping."""
+        """One optimizer step with the current gradients; returns their norm before clipping."""
         assert self.optimizer is not None
         norm = torch.stack([g.double().norm() for g in self.current_gradients().values()]).norm()
         if self.clip is not None:  # torch's own clipping sums squares in fp32: 1% off on a CPU at 1e8 elements

@@ -2,7 +2,7 @@
 
     y = r(x) r(W)^T        dL/dx = r(g) r(W^T)^T        dL/dW = g^T x        r: each row to e4m3, with its own scale
 
-A scale is the least power of two with which a row's largest element is at most 448 (docs/how-to/fp8.md).
+A scale is the smallest power of two with which a row's largest element is at most 448 (docs/how-to/fp8.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_NEVER = {"gate", "router", "shared_expert_gate", "lora_A", "lora_B"}  # parts of the names of routers and adapters
+_NEVER = {"gate", "router", "shared_expert_gate", "lora_A", "lora_B"}  # in the names of routers and adapters
 
 
 def is_rounded(name: str, layer: nn.Module) -> bool:
@@ -59,7 +59,7 @@ def gradient_of_input(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def rows_in_e4m3(matrix: Tensor) -> Tensor:
-    """What e4m3 keeps of each row, in fp32."""
+    """The rows after rounding to e4m3, in fp32."""
     largest = matrix.abs().amax(-1, keepdim=True).double()
     scale = torch.exp2(torch.ceil(torch.log2(largest / 448))).where(largest > 0, 1.0).float()
     return (matrix.float() / scale).to(torch.float8_e4m3fn).float() * scale

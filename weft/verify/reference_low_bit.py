@@ -1,6 +1,6 @@
-"""The reference's AdamW with few bits: the same lossy algorithm on whole tensors. Imports nothing of weft.
+"""The reference's AdamW with low-bit state: the same lossy algorithm on complete tensors. Imports nothing of weft.
 
-State is kept decoded, in fp32. docs/explanation/exact.md and weft/engine/optim/low_bit.py have the formulas.
+State is stored decoded, in fp32. docs/explanation/exact.md and weft/engine/optim/low_bit.py have the formulas.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 class CodedAdamW(torch.optim.Optimizer):
     """AdamW whose moments are rounded to codes of 8 bits after each step, and whose weights may be bf16.
 
-    names: of parameters, for the random bits. coded: those whose state is in codes; others keep it in `state`.
-    rounding: of weights in bf16: `nearest`, `stochastic`, or `kahan`, which keeps what was rounded away.
+    names: of parameters, for the random bits. coded: parameters whose state is in codes; others have it in `state`.
+    rounding: of weights in bf16: `nearest`, `stochastic`, or `kahan`, which keeps the rounding error.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class CodedAdamW(torch.optim.Optimizer):
 
 
 def root_of(x: Tensor) -> Tensor:
-    """The square root, rounded correctly, which torch's on a CPU may not be."""
+    """The correctly rounded square root; torch's on a CPU may differ."""
     return x.double().sqrt().to(x.dtype)
 
 
 def rounded_first(m: Tensor) -> Tensor:
-    """The first moment as its nearest code says: s c |c| / 127^2, c in -127..127, s the block's largest |m|."""
+    """The first moment decoded from its nearest code: s c |c| / 127^2, c in -127..127, s the block's largest |m|."""
     s = largest(m.abs())
     c = root_of(m.abs() / s.clamp(min=1e-37)).mul(127.0).round().copysign(m)
     return c * c.abs() * (s * (1 / 127.0**2))
 
 
 def rounded_second(v: Tensor, word: Tensor) -> Tensor:
-    """The second moment as a code next to it says: sqrt(v) = s c^2 / 255^2, c in 0..255, s the block's largest sqrt(v).
-    The low 16 bits of `word` decide between both neighbours."""
+    """The second moment decoded from a neighbouring code: sqrt(v) = s c^2 / 255^2, c in 0..255, s the block's largest
+    sqrt(v). The low 16 bits of `word` choose between the two neighbours."""
     root = root_of(v)
     s = largest(root)
     c = (root_of(root / s.clamp(min=1e-37)) * 255.0 + (word & 0xFFFF) * (1 / 65536)).floor()
@@ -86,13 +86,13 @@ def rounded_second(v: Tensor, word: Tensor) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """For each element, the largest one of its block: 256 along the last dimension, less at a row's end."""
+    """For each element, the largest element of its block: 256 along the last dimension, fewer at a row's end."""
     blocks = [part.amax(-1, keepdim=True).expand_as(part) for part in x.split(256, -1)]
     return torch.cat(blocks, -1)
 
 
 def bits(key: int, count: int) -> Tensor:
-    """32 random bits for each of `count` places, in int64."""
+    """32 random bits for each of `count` elements, in int64."""
     x = (torch.arange(count) & 0xFFFFFFFF) ^ key
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x ^ (x >> shift)

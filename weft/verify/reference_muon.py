@@ -1,4 +1,5 @@
-"""The reference's Muon: whole matrices in one process, in fp32 or the weights' wider dtype. Imports nothing of weft."""
+"""The reference's Muon: complete matrices in one process, in fp32 or the weights' wider dtype. Imports nothing of
+weft."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The reference's optimizer: torch's own over plain parameters, one group per parameter. Imports nothing of weft
-but other parts of the reference."""
+"""The reference's optimizer: torch's over plain parameters, one group per parameter. Imports nothing of weft except
+other parts of the reference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from weft.verify.reference_muon import Part, PlainMuon
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, SGD, Lion, Adafactor, Muon or the class at an import path; only matrices and embeddings decay.
+    """AdamW, SGD, Lion, Adafactor, Muon or the class at an import path. Only matrices and embeddings decay.
 
     groups: (patterns of names, factor of the learning rate, decay or None); the first that matches a parameter counts.
-    coded: AdamW's state is in 8 bits; that of tensors with fewer than 4096 elements or 64 columns, or without decay,
-    stays in fp32. seed, aliases: of its random bits: the run's seed, and other names of parameters than those here.
-    state: dtype of other state. rounding: of weights in bf16, as in CodedAdamW.
-    matrices: parts of parameters that Muon orthogonalises; muon_rate: their factor of the learning rate.
+    coded: whether AdamW's state is in 8 bits; tensors with fewer than 4096 elements or 64 columns, or without decay,
+    keep fp32 state. seed, aliases: of its random bits: the run's seed, and other names of parameters. state: dtype of
+    other state. rounding: of weights in bf16, as in CodedAdamW. matrices: parts of parameters that Muon orthogonalises;
+    muon_rate: their factor of the learning rate.
     """
 
     name: str = "adamw"
@@ -46,7 +46,7 @@ class Optimizer:
     rounding: str = "nearest"
 
     def over(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """A fresh optimizer. named: (name, parameter); a tied parameter comes under each name."""
+        """A fresh optimizer. named: (name, parameter); a tied parameter occurs with each of its names."""
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in named:
             names.setdefault(parameter, []).append(name)
@@ -58,7 +58,7 @@ class Optimizer:
             return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
         if self.name == "lion":
             return PlainLion(groups, self.betas, self.state)
-        if self.name == "adafactor":  # as transformers' Trainer sets it up
+        if self.name == "adafactor":  # with the settings of transformers' Trainer
             return Adafactor(groups, lr=0.0, scale_parameter=False, relative_step=False)
         if self.name == "adamw" and (self.coded or self.state != dtype or self.rounding != "nearest"):
             first = {parameter: tensor_names[0] for parameter, tensor_names in names.items()}
@@ -148,7 +148,7 @@ def has_codes(name: str, parameter: Tensor) -> bool:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter decays: matrices and embeddings, but no biases, norms, 1-d convolutions or A_log of any
+    """Whether a parameter decays: matrices and embeddings, but not biases, norms, 1-d convolutions or A_log of any
     shape."""
     last, module = name.split(".")[-1], name.split(".")[-2:][0]
     if parameter.ndim < 2 or "bias" in last or last == "A_log":

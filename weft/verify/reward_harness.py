@@ -1,5 +1,5 @@
-"""`weft verify` of a config of `weft reward`: its loss, gradients and training against transformers' classifier in one
-process, one answer at a time."""
+"""`weft verify` for a config of `weft reward`: compares its loss, gradients and training with transformers' classifier
+in one process, one answer at a time."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def awkward_answers(
     engine: Engine, path: str, vocabulary: int, config: RewardLossConfig, seed: int = 0
 ) -> tuple[list[list[Example]], Images]:
     """(Steps of pairs, or of answers with a label, of random tokens; the images of their prompts, by the prompts' ids).
-    Arguments as of prompts_for. Collective."""
+    Arguments: see prompts_for. Collective."""
     source, steps = random.Random(seed), list[list[Example]]()
 
     def answer(prompt: list[int], count: int, margin: float) -> ScoredAnswer:

@@ -1,10 +1,10 @@
-"""Compares the update of `weft rl` on any mesh with plain PyTorch in one process (rl_reference.py), by the measure of
-harness.py.
+"""Compares the update of `weft rl` on any mesh with plain PyTorch in one process (rl_reference.py), with the measures
+of harness.py.
 
-Both sides use the same rollouts. Compared are: old and reference logprobs and values, as trainers read them; loss and
-every parameter's gradient of the first update, in one cut and in many micro-batches; losses, norms and weights along
-two updates of each rollout step; and the same for the critic. Noise is added to synthetic rollouts' logprobs, and to
-old logprobs unless the update itself computes them, so that there is something to correct and to clip.
+Both sides use the same rollouts. Compared are: old and reference logprobs and values of the trainers; loss and every
+parameter's gradient of the first update, in one split and in many micro-batches; losses, norms and weights along two
+updates of each rollout step; and the same for the critic. Noise is added to synthetic rollouts' logprobs, and to old
+logprobs unless the update computes them, so that corrections and clips have an effect.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def verify_rl(trainer: TrainerRank, lr: float, rollouts: Rollouts | None = None)
     """Compare a trainer with plain PyTorch on these rollouts, or on synthetic ones that its engine samples. Collective.
 
     Trains the trainer. Returns the verdict on rank 0, None on others. lr: learning rate of every update. Raises
-    UserError for an advantage or policy loss of the user's own.
+    UserError for a user's advantage or policy loss.
     """
     config = trainer.config
     _require_known(config)
@@ -92,9 +92,7 @@ def verify_rl(trainer: TrainerRank, lr: float, rollouts: Rollouts | None = None)
         dist.all_gather_object(parts, trainer.read("policy", samples), group=trainer.ranks.group)
         flight.enter(flight.ENDLESS)
         pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
-        figures.append(
-            Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)
-        )
+        figures.append(Figure("logprobs of engine and trainer", max(_difference(*pair) for pair in pairs), SCALAR))
         for groups in rollouts:
             disturb(groups)
     for engine in (trainer.engine, trainer.reference, trainer.teacher, trainer.critic):
@@ -124,7 +122,7 @@ def verify_rl(trainer: TrainerRank, lr: float, rollouts: Rollouts | None = None)
 
 
 def _routes_are_known(engine: Engine, rollouts: Rollouts) -> bool:
-    """Whether fp64 takes the same experts: it would choose others by itself where two are nearly alike."""
+    """Whether fp64 follows the same experts; without replay it would choose others if two scores are nearly equal."""
     samples = [sample for groups in rollouts for sample in samples_of(groups)]
     return not engine.built.flops.expert or all(sample.routes is not None for sample in samples)
 
@@ -137,7 +135,7 @@ def _judge(
     config: RlConfig,
     figures: list[Figure],
 ) -> Verdict:
-    """All comparisons, after those in `figures`. noise_runs: the plain side by other orders of summation."""
+    """All comparisons, after those in `figures`. noise_runs: the plain side with other orders of summation."""
     optimizer = config.optimizer.name
     of_policy, worst = figures_of(
         observed.policy, plain.policy, [run.policy for run in noise_runs], start[0], optimizer, ""
@@ -159,12 +157,12 @@ def _require_known(config: RlConfig) -> None:
         if named not in specs:
             raise UserError(
                 f"weft verify has no plain implementation of rl.{key}={named} to compare with: set it to one of "
-                f"{', '.join(specs)}, which go through the same mesh."
+                f"{', '.join(specs)}, which use the same mesh."
             )
 
 
 def _weights(trainer: TrainerRank) -> tuple[Tensors, Tensors | None]:
-    """(Whole weights of the policy, those of the critic or None), by the names of the plain side; collective."""
+    """(Complete weights of the policy, those of the critic or None), with the names of the plain side. Collective."""
     return full_tensors(trainer.engine), None if trainer.critic is None else full_tensors(trainer.critic)
 
 
@@ -172,7 +170,7 @@ def _weights(trainer: TrainerRank) -> tuple[Tensors, Tensors | None]:
 
 
 def _read(trainer: TrainerRank, samples: Sequence[Sample]) -> None:
-    """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
+    """Set the trainers' outputs for the samples (old and reference logprobs, values), on every rank."""
     rl = trainer.config.rl
     roles = read_before_training(rl, old=rl.old_logprobs == "recompute")
     parts: list[Any] = [None] * trainer.ranks.world
@@ -232,7 +230,7 @@ def _number(value: object) -> float:
 
 
 def _observe_gradients(trainer: TrainerRank, samples: Sequence[Sample], observed: RunResults) -> None:
-    """Observe gradients of the first update, in one cut and in many micro-batches."""
+    """Observe gradients of the first update, in one split and in many micro-batches."""
     documents = dict(enumerate(build_documents(samples, trainer.config)))
     masked = TrainedSamples(samples, trainer.config).masked
     longest = max((len(document) for document in documents.values()), default=1)
@@ -268,7 +266,7 @@ def _observe_gradients(trainer: TrainerRank, samples: Sequence[Sample], observed
 
 
 class _Plain:
-    """The updates in one plain process, on the first rank alone. double: models compute in fp64."""
+    """The updates in one plain process, on the first rank only. double: whether models compute in fp64."""
 
     def __init__(
         self, trainer: TrainerRank, start: tuple[Tensors, Tensors | None], adapter: str | None, *, double: bool = False
@@ -335,8 +333,8 @@ class _Plain:
             yield
 
     def run(self, rollouts: Rollouts, lr: float, reverse: bool = False) -> RunResults:
-        """The results of all updates. reverse: take rows in another order, which changes only rounding, to measure the
-        plain side's noise."""
+        """The results of all updates. reverse: process rows in another order, which changes only rounding, to measure
+        the plain side's noise."""
         config, fused = self.config, old_is_current(self.config)
         out = RunResults(critic=None if self.critic is None else ModelResults())
         for number, groups in enumerate(rollouts):

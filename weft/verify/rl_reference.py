@@ -1,9 +1,8 @@
 """The update of reinforcement learning in one plain process, for policy and critic.
 
-Imports only the plain reference of weft, and the plain functions of weft/rl/algorithms, which share no code with what
-trains. Formulas and their sources are in docs/reference/algorithms.md. A row is a
-sample: its tokens, which of them the policy drew (G), its group, its reward, and the engine's logprobs of the drawn
-tokens.
+Imports only the plain reference of weft, and the plain functions of weft/rl/algorithms, which share no code with
+training. Formulas and their sources are in docs/reference/algorithms.md. A row is a sample: its tokens, the indices of
+those that the policy sampled (G), its group, its reward, and the engine's logprobs of the sampled tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _LIMITS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 
 @dataclass
 class PlainSample:
-    """A sample. drawn: places of the tokens that the policy drew. reward: None if the sample does not count. trained:
-    whether its tokens are trained. Arrays are [G], one entry per drawn token. old_logprobs, ref_logprobs,
-    teacher_logprobs and values are read from models; correction, advantage and returns are derived from them."""
+    """A sample. drawn: indices of the tokens that the policy sampled. reward: None if the sample does not count.
+    trained: whether its tokens are trained. Arrays are [G], one entry per sampled token. old_logprobs, ref_logprobs,
+    teacher_logprobs and values come from models; correction, advantage and returns are derived from them."""
 
     ids: list[int]
     drawn: list[int]
@@ -69,13 +68,14 @@ class UpdateSettings:
 
 
 def distributions(model: Any, row: PlainSample, temperature: float) -> Tensor:
-    """[G, V] log-probabilities of all tokens where the policy drew one."""
+    """[G, V] log-probabilities of all tokens at the positions of sampled tokens."""
     logits = model(input_ids=torch.tensor([row.ids], device=_device(model)), use_cache=False).logits[0].float()
     return (logits / temperature).log_softmax(-1)[[position - 1 for position in row.drawn]]
 
 
 def read(all_scores: Tensor, row: PlainSample) -> tuple[Tensor, Tensor]:
-    """(Logprobs of the drawn tokens, entropies of their distributions), [G] each. all_scores: of `distributions`."""
+    """(Logprobs of the sampled tokens, entropies of their distributions), [G] each. all_scores: from
+    `distributions`."""
     chosen = all_scores[torch.arange(len(row.drawn)), [row.ids[position] for position in row.drawn]]
     return chosen, -(all_scores.exp() * all_scores).sum(-1)
 
@@ -107,7 +107,7 @@ def correct(rows: Sequence[PlainSample], rl: Any) -> None:
 
 
 def compare(rows: Sequence[PlainSample], rl: Any) -> None:
-    """Set the advantages of the rows that have a reward, and with a critic their returns."""
+    """Set the advantages of the rows that have a reward, and with a critic, their returns."""
     rewarded = [row for row in rows if row.reward is not None]
     estimates = ADVANTAGES[rl.advantage].plain(rewarded, [_token_rewards(row, rl) for row in rewarded], rl)
     for row, advantage in zip(rewarded, estimates, strict=True):
@@ -117,7 +117,7 @@ def compare(rows: Sequence[PlainSample], rl: Any) -> None:
 
 
 def _token_rewards(row: PlainSample, rl: Any) -> Tensor:
-    """[G]: the reward at the last token, less each token's KL if rl.kl_in is reward."""
+    """[G]: the reward at the last token, minus each token's KL if rl.kl_in is reward."""
     rewards = torch.zeros(len(row.drawn), dtype=torch.float64)
     if rl.kl_coef > 0 and rl.kl_in == "reward":
         rewards -= rl.kl_coef * _kl((row.old_logprobs - row.ref_logprobs).double(), rl)
@@ -141,7 +141,7 @@ class _Update(Reference, ABC):
 
     @abstractmethod
     def losses(self, row: PlainSample) -> Tensor:
-        """[G] loss of each drawn token, without its weight."""
+        """[G] loss of each sampled token, without its weight."""
 
     @abstractmethod
     def total(self, rows: Sequence[PlainSample]) -> float:
@@ -179,7 +179,7 @@ class _Policy(_Update):
             loss = loss + rl.kl_coef * _kl(d, rl) * (ratio if rl.kl_unbiased else 1.0)
         if self.rule.teacher is not None:
             of_teacher = self.rule.teacher(row)
-            common = min(all_scores.shape[1], of_teacher.shape[1])  # one vocabulary may be padded
+            common = min(all_scores.shape[1], of_teacher.shape[1])  # one vocabulary may have padding
             log_p, log_q = (scores[:, :common].log_softmax(-1) for scores in (all_scores, of_teacher))
             loss = loss + rl.teacher_coef * divergence_of(rl.teacher_divergence, log_p, log_q, rl.teacher_beta)
         return loss - rl.entropy_coef * entropy * self._entropy_share(row)
@@ -201,7 +201,7 @@ class _Policy(_Update):
 
     @torch.no_grad()
     def look(self, rows: Sequence[PlainSample], follow: bool = True) -> list[Tensor]:
-        """Logprobs of the drawn tokens of each row under the current policy. follow: whether experts follow the rows'
+        """Logprobs of the sampled tokens of each row under the current policy. follow: whether experts follow the rows'
         routes."""
         advantages = []
         for row in rows:
@@ -225,7 +225,8 @@ class PeftPolicy(_Policy, PeftReference):
 
 
 class PlainCritic(_Update):
-    """transformers' classifier with one label, read before every drawn token: V of the state in which it is drawn."""
+    """transformers' classifier with one label, evaluated before every sampled token: V of the state before the
+    token."""
 
     def __init__(self, path: str, weights: dict[str, Tensor], device: str = "cpu") -> None:
         """weights: initial values, by parameter name."""
@@ -243,7 +244,7 @@ class PlainCritic(_Update):
 
     @torch.no_grad()
     def look(self, rows: Sequence[PlainSample]) -> list[Tensor]:
-        """The current values of the drawn tokens of each row."""
+        """The current values of the sampled tokens of each row."""
         return [self.values(row).cpu() for row in rows]
 
     def losses(self, row: PlainSample) -> Tensor:

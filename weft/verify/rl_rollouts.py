@@ -16,15 +16,15 @@ from weft.rl.trainer import TrainerRank
 from weft.rl.trajectory import TrajectoryBuilder
 
 # Steps of groups: (tokens of the prompt, longest completion, rewards). A sample with reward None does not count. One
-# group has no signal, one has a single sample that counts, and one step has one sample, so that some ranks have none.
+# group has no signal, one has a single sample that counts, and one step has one sample, so some ranks have none.
 _GROUPS = (
     ((9, 20, (1.0, 0.0, 0.5, None, 0.0)), (1, 7, (1.0, 1.0, 1.0)), (14, 1, (None, 0.3)), (5, 13, (0.0, 2.0, 0.0))),
     ((23, 17, (1.0,)),),
     ((3, 11, (0.0, 1.0)), (17, 5, (0.5, 0.0, 1.0))),
 )
-_MOST_GROUPS = 4  # groups that are taken from a recorded rollout step
+_MOST_GROUPS = 4  # maximum number of groups that are used of a recorded rollout step
 _BETWEEN = 5  # every fifth token of a completion, except the last, counts as an environment's
-NOISE = 0.25  # standard deviation of noise on logprobs, so that there is something to correct and to clip
+NOISE = 0.25  # standard deviation of noise on logprobs, so that corrections and clips have an effect
 
 
 def awkward_rollouts(trainer: TrainerRank, vocabulary: int) -> list[list[SampleGroup]]:
@@ -65,8 +65,8 @@ def recorded_rollouts(folder: str) -> list[list[SampleGroup]]:
     steps = [read_rollouts(file)[:_MOST_GROUPS] for file in recorded_files(folder, "--rollouts")[: len(_GROUPS)]]
     if any(sample.branch for step in steps for sample in samples_of(step)):
         raise UserError(
-            f"--rollouts {folder}: has episodes of an agent that are several documents, which the reference of weft "
-            "verify does not compute in this version: leave --rollouts out, so that weft makes samples itself."
+            f"--rollouts {folder}: has agent episodes with several documents, which the reference of weft verify does "
+            f"not support in this version: remove --rollouts, so that weft makes samples itself."
         )
     for sample in samples_of(group for step in steps for group in step):
         sample.forget_readings()

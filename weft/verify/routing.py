@@ -1,7 +1,7 @@
-"""Routes of mixture-of-experts models: recorded in the reference, replayed in the engine, differences counted.
+"""Routes of mixture-of-experts models: recorded in the reference, and replayed in the engine. Differences are counted.
 
-If two scores tie within rounding, the two runs may choose different experts, and everything after that differs although
-nothing is wrong. So the engine follows the reference's routes. Where it would have chosen differently, the k-th and the
+If two scores tie within rounding, the two runs may choose different experts, and all later results differ although
+nothing is wrong. So the engine follows the reference's routes. If it would have chosen differently, the k-th and the
 next score must be a tie.
 """
 
@@ -29,15 +29,15 @@ Routes = dict[tuple[int, Tokens], dict[int, Tensor]]
 
 @dataclass
 class Differences:
-    """Counts of (token, layer) pairs. choices: all that were routed. differing: those with other experts than the
-    reference's. wrong: differing ones that are no ties."""
+    """Counts of (token, layer) pairs. choices: all routed pairs. differing: pairs with other experts than the
+    reference's. wrong: differing pairs that are not ties."""
 
     choices: int = 0
     differing: int = 0
     wrong: int = 0
 
     def summed(self) -> Differences:
-        """The sums over all ranks, which have different documents; collective."""
+        """The sums over all ranks, which have different documents. Collective."""
         group = world_group()
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong), group=group)
@@ -46,7 +46,7 @@ class Differences:
 
 @dataclass
 class _RowDocuments:
-    """The documents of a forward, one entry per piece of the row. documents: tokens of the whole document; None for
+    """The documents of a forward, one entry per piece of the row. documents: tokens of the complete document; None for
     padding. counts: number of the document's tokens in the piece. firsts: index of the first of them. lengths: tokens
     of the piece, with padding."""
 
@@ -61,7 +61,7 @@ class Recorder:
     caller sets."""
 
     def __init__(self, experts: int, chosen: int, routes: Routes | None = None) -> None:
-        """routes: recorded before, to follow."""
+        """routes: recorded routes to follow."""
         self.experts, self.chosen, self.stage = experts, chosen, 0
         self.routes: Routes = {} if routes is None else routes
 
@@ -78,7 +78,7 @@ class Recorder:
 
     @contextmanager
     def following(self, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, every forward of a single document takes the routes that were recorded of it."""
+        """Inside, every forward of a single document follows its recorded routes."""
 
         def follow(document: Tokens, layer: int, scores: Tensor, out: Any) -> Any:
             return replaced(scores, out, self.routes[self.stage, document][layer].to(scores.device))
@@ -90,7 +90,8 @@ class Recorder:
     def _visiting(
         self, model: nn.Module, layers: Sequence[nn.Module], visit: Callable[[Tokens, int, Tensor, Any], Any]
     ) -> Iterator[None]:
-        """Inside, visit(document, layer, scores, result of topk) gives the choices of forwards of single documents."""
+        """Inside, visit(document, layer, scores, result of topk) returns the choices for forwards of single
+        documents."""
         state = _RowDocuments()
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -111,8 +112,8 @@ class Recorder:
 
 
 def _tokens_of(piece: tuple[int, ...], document: tuple[int, ...], first: int | None) -> int:
-    """The number of a document's tokens with which a piece of a row begins: all, or all but the last, which a forward
-    may leave out; 0 if the piece is of another document. Padding may follow. first: for a part of a cut document, the
+    """The number of a document's tokens at the beginning of a piece of a row: all, or all but the last, which a forward
+    may omit; 0 if the piece is of another document. Padding may follow. first: for a part of a split document, the
     index of its first token."""
     if first is not None:
         return len(piece) if piece == document[first : first + len(piece)] else 0
@@ -123,8 +124,8 @@ def _tokens_of(piece: tuple[int, ...], document: tuple[int, ...], first: int | N
 
 
 def _parts(pieces: list[tuple[int, ...]], bounds: Any) -> list[list[tuple[tuple[int, ...], int | None]]]:
-    """The pieces of a row, grouped by document, in order: (piece, index of its first token in a cut document; None for
-    a whole document)."""
+    """The pieces of a row, grouped by document, in order: (piece, index of its first token in a split document; None
+    for a complete document)."""
     context = bounds.context
     if context is None:
         return [[(piece, None)] for piece in pieces]
@@ -152,8 +153,8 @@ class Replay:
     def replaying(
         self, module: nn.Module, layers: Sequence[nn.Module], adapters: AdapterSwitch | None = None
     ) -> Iterator[None]:
-        """Inside, every forward follows the routes, recomputed ones too, unless it reads a model without its adapters,
-        which has routes of its own."""
+        """Inside, every forward follows the routes, also in recomputation. A model without its adapters has other
+        routes, and does not follow them."""
         state = _RowDocuments()
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -172,7 +173,7 @@ class Replay:
     def _locate(self, state: _RowDocuments, input_ids_BT: Tensor, bounds: Any) -> None:
         """Set `state` to the known documents in a row, in the order of its tokens; None for padding."""
         rows = input_ids_BT.cpu()
-        if bounds is None:  # attention code of the family's own, whose documents are padded
+        if bounds is None:  # the family's own attention code, with padded documents
             bounds = Bounds((rows.shape[1],) * len(rows), padded=True)
         if len(rows) == 1 and not bounds.padded:
             pieces = [tuple(piece.tolist()) for piece in rows[0].split(list(bounds.lengths))]
@@ -181,7 +182,7 @@ class Replay:
         state.lengths = [len(piece) for piece in pieces]
         state.documents, state.counts, state.firsts = [], [], []
         parts, segments = _parts(pieces, bounds), bounds.segments
-        if segments is not None:  # of the documents that begin with a segment and its path, all have the same routes
+        if segments is not None:  # documents that begin with a segment and its path all have the same routes there
             cut = 0 if bounds.context is None else len(bounds.context.ranges_by_rank[bounds.context.axis.rank])
             parts = [part for part in parts if part[0][1] is not None]
         for same in parts:

@@ -1,4 +1,4 @@
-"""`weft verify` of reward models in `weft rl`: scores of whole conversations against transformers' classifier."""
+"""`weft verify` for reward models in `weft rl`: compares scores of conversations with transformers' classifier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.launch.process import Ranks
 from weft.rl.reward_models import Conversation, ConversationScorer
 from weft.verify.harness import SCALAR, Figure
 
-_ROOM = 256  # tokens, enough for these:
+_ROOM = 256  # tokens, enough for the conversations below
 # (prompt, answer), of uneven lengths.
 _TEXTS = (
     ("What is 14 + 56?", "14 + 56 = 70."), ("Yes or no?", "No"), ("Write a line of verse about the sea.", "-"),
@@ -34,7 +34,7 @@ def with_room_to_verify(section: RewardModelConfig, step: StepConfig) -> RewardM
 
 def score_figures(scorers: Mapping[str, ConversationScorer], ranks: Ranks) -> list[Figure]:
     """A figure for each reward model, by its role; empty except on the first rank. Each scores the same conversations
-    as transformers does one by one. Collective."""
+    as transformers, which scores them one by one. Collective."""
     figures = list[Figure]()
     for role, scorer in scorers.items():
         chat = has_template(scorer.encoder.tokenizer, None)

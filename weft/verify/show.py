@@ -1,4 +1,4 @@
-"""Prints the verdict as a table: comparison, difference, tolerance, and the reference's own noise if measured."""
+"""Prints the verdict as a table: comparison, difference, tolerance, and the reference's noise if it was measured."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.verify.plants import Plant
 def print_verdict(
     verdict: Verdict, config: SftConfig | RlConfig, ranks: Ranks, subject: str, plant: Plant | None
 ) -> None:
-    """Print the verdict to standard output, as plain text if that is no terminal. subject: the model, in words. plant:
-    the planted bug, if any."""
+    """Print the verdict to standard output, as plain text if that is not a terminal. subject: the model, in words.
+    plant: the planted bug, if any."""
     console = Console(width=None if Console().is_terminal else 120)
     sizes = resolve_mesh(config.mesh, ranks.world)
     console.print(f"model    {subject}")
@@ -34,7 +34,7 @@ def print_verdict(
     if isinstance(config, RlConfig):
         console.print(f"update   {config.rl.algorithm}: the same rollouts on both sides")
     if plant is not None:
-        console.print(f"planted  {plant.name}: {plant.summary} (hit {plant.hits} times)")
+        console.print(f"planted  {plant.name}: {plant.summary} ({plant.hits} hits)")
     console.print(_table("check", verdict.figures))
     console.print(_table("parameters whose gradients differ most", verdict.worst))
     for remark in verdict.remarks:

@@ -1,4 +1,4 @@
-"""A data set of synthetic documents, as the data's reader would give it."""
+"""A data set of synthetic documents, in the form that the data's reader returns."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from weft.engine.batch.media import Media
 
 @dataclass(frozen=True)
 class SyntheticDocument:
-    """ids: tokens. trained: as in Chunk, one value a token. role, margin: as in Record. example: the number of its row
-    in the data; documents of one row follow each other. media: its images. reach: tokens up to the end of the last."""
+    """ids: tokens. trained: as in Chunk, one value per token. role, margin: as in Record. example: the number of its
+    row in the data; documents of one row are consecutive. media: its images. reach: tokens up to the end of the
+    last."""
 
     ids: Sequence[int]
     trained: Sequence[int]
@@ -57,5 +58,5 @@ def synthetic_data(documents: Sequence[SyntheticDocument], tail: float | None = 
 
 
 def _number(document: int) -> MediaLocation:
-    """In place of where images are: the number of their document."""
+    """The number of a document, which replaces the location of its images."""
     return MediaLocation(MediaInfo(1, 1, 0), position=document)

@@ -1,8 +1,8 @@
-"""Compares the training of any loss by an engine with plain PyTorch in one process, by the measure of harness.py.
+"""Compares the training of any loss by an engine with plain PyTorch in one process, with the measures of harness.py.
 
-Compared are the loss and every parameter's gradient of the first step, in rows as configured and in short ones, and
+Compared are the loss and every parameter's gradient of the first step, in rows as configured and in short rows, and
 losses, gradient norms and weights along all steps. `weft verify` of dpo, reward and distill calls `verify_training`;
-that of RL shares the figures.
+that of RL uses the same figures.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ DISTURBED = 0.02  # relative change of a weight by `disturb_weights`
 @dataclass
 class ModelResults:
     """One side's results for a trained model. first: (loss, size, norm, gradients) of the first update. micro: (loss,
-    gradients) of the same update in short rows, once for each length of rows. curve: (loss, size, gradient norm) of
-    each update. weights: after all updates. size: sum of the absolute values of the loss's terms; 1 on the mesh's
-    side."""
+    gradients) of the same update in short rows, for each length of rows. curve: (loss, size, gradient norm) of each
+    update. weights: after all updates. size: sum of the absolute values of the loss's terms; 1 on the mesh's side."""
 
     first: tuple[float, float, float, Tensors] = (0.0, 0.0, 0.0, {})
     micro: list[tuple[float, Tensors]] = field(default_factory=list)
@@ -68,22 +67,22 @@ PlainLoss = Callable[[Reference, Sequence[Any]], Iterable[Tensor]]
 
 
 class PreparedSteps(Protocol):
-    """The mesh's side of some steps. objective: what is trained. short: numbers of tokens of a row, with which the
-    first step has many micro-batches."""
+    """The mesh's side of some steps. objective: the loss. short: token budgets of rows with which the first step has
+    many micro-batches."""
 
     objective: Loss
     short: list[int]
 
     def prepare(self, number: int, budget: int | None) -> tuple[StepPlan, Mapping[int, Document]]:
-        """(The plan of step `number`, at least this rank's documents), after the objective was told of the step.
-        budget: tokens of a row; None: as configured. Collective."""
+        """(The plan of step `number`, at least this rank's documents). The loss has then received the step. budget:
+        tokens of a row; None: as configured. Collective."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainedLoss:
     """A loss and the steps that are trained with it, on both sides. name: prefix of the figures. steps: the examples of
-    each step, as `plain` reads them."""
+    each step, in the form that `plain` reads."""
 
     name: str
     prepared: PreparedSteps
@@ -92,7 +91,7 @@ class TrainedLoss:
 
 
 def full_tensors(engine: Engine) -> Tensors:
-    """Copies of all weights, by the names of the plain side. Collective."""
+    """Copies of all weights, with the names of the plain side. Collective."""
     tensors = {name: tensor.detach().cpu().float().clone() for name, tensor in engine.tensors()}
     return as_in_files(engine, tensors)
 
@@ -168,7 +167,7 @@ def verify_training(
 
 
 def _train(plain: Reference, loss: TrainedLoss, lr: float, reverse: bool, recorder: Recorder | None) -> ModelResults:
-    """The plain side. reverse: take examples in another order, which changes only rounding."""
+    """The plain side. reverse: process examples in another order, which changes only rounding."""
     results = ModelResults()
     for number, step in enumerate(loss.steps):
         if recorder is not None:
@@ -188,7 +187,7 @@ def _train(plain: Reference, loss: TrainedLoss, lr: float, reverse: bool, record
 
 
 def _observe(engine: Engine, loss: TrainedLoss, lr: float, routes: Any) -> ModelResults:
-    """The mesh's side, which follows the plain side's routes through experts; collective."""
+    """The mesh's side, which follows the plain side's routes through experts. Collective."""
     results = ModelResults()
     with following(engine, routes) as replay:
         for budget in (*loss.prepared.short, None):
@@ -221,9 +220,9 @@ def figures_of(
     prefix: str,
     state: torch.dtype = torch.float32,
 ) -> tuple[list[Figure], list[Figure]]:
-    """(Figures of a trained model, its five parameters that differ most). noise_runs: the plain side's results by other
-    orders of summation, and in fp64. start: the weights before training. optimizer: its name. prefix: of the figures'
-    names. state: dtype of the optimizer's state."""
+    """(Figures of a trained model, its five parameters that differ most). noise_runs: the plain side's results with
+    other orders of summation, and in fp64. start: the weights before training. optimizer: its name. prefix: of the
+    figures' names. state: dtype of the optimizer's state."""
     noise_of_gradients = gradient_noise(plain.first[3], [run.first[3] for run in noise_runs])
     loss, size, norm, expected = plain.first
     parameters = compare_gradients(observed.first[3], expected, noise_of_gradients)

@@ -1,4 +1,4 @@
-"""Known silent bugs of post-training, each as a replacement for one function of weft. plants.py puts them in place.
+"""Known silent bugs of post-training, each a replacement for one function of weft. plants.py plants them.
 
 A replacement is called with the Plant, the original and the arguments of the call. It calls `plant.hit()` only if it
 changes the result.
@@ -21,11 +21,11 @@ LOSS = "loss, documents 1"
 GRADIENTS = "gradients, every parameter"
 NORM = "gradient norm, documents 1"
 LOGPROB = "readout: logprob"
-NEIGHBOURS = "neighbours do not move"
+NEIGHBOURS = "other documents do not change"
 ACCURACY = "evaluation: accuracy"
 TOKEN_ROWS = "gradients of each token's row, float16"
 BALANCE_SCALE = "scale of the auxiliary loss, float16"
-AGREE = "ranks that hold the same agree"
+AGREE = "copies on several ranks are equal"
 MASTERS = "masters in bfloat16: weights that differ"
 FP8_OUTPUTS = "fp8: outputs of layers"
 FP8_INPUTS = "fp8: gradients of layers' inputs"
@@ -39,7 +39,7 @@ Replacement = Callable[..., Any]
 
 @dataclass
 class Plant:
-    """A planted bug. hits: how often it changed a result, on this rank; over all ranks once the bug is removed.
+    """A planted bug. hits: number of results that it changed, on this rank; over all ranks after the bug is removed.
 
     memory: values that the bug keeps from one call to the next.
     """
@@ -54,15 +54,15 @@ class Plant:
         self.hits += 1
 
     def averaged(self, output: LossOutput, weight: float) -> LossOutput:
-        """The output averaged over its micro-batch in place of the step, on the scale of the first micro-batch, so that
-        only unlike ones differ. weight: of the micro-batch; one of 0 stays as it is."""
+        """The output averaged over its micro-batch instead of the step, on the scale of the first micro-batch, so that
+        only micro-batches of other weights change. weight: of the micro-batch; one of weight 0 does not change."""
         if not weight:
             return output
         self.hit()
         return replace(output, loss_sum=output.loss_sum / weight * self.memory.setdefault("first", weight))
 
     def leave_out(self, word: str, layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-        """The named layers, but those with this word in their names."""
+        """The named layers, without those that have this word in their names."""
         for name, layer in layers:
             if word in name:
                 self.hit()
@@ -72,7 +72,7 @@ class Plant:
     def add(
         self, ending: str, module: nn.Module, layers: Iterable[tuple[str, nn.Module]]
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The named layers, and the parts of the module whose names end so."""
+        """The named layers, and the submodules of the module whose names end with one of these words."""
         yield from layers
         for name, child in module.named_modules():
             if name.endswith(ending):
@@ -85,9 +85,8 @@ class Bug:
     """A bug that can be planted.
 
     id: the kind of bug; several may share one. target: "module:name" of the function that it replaces. caught_by: the
-    check that catches it, a figure of `weft verify` or a test. issue: one of its kind, as
-    "owner/repository#number". ranks: the fewest ranks with which it makes a difference. needs: other conditions, in
-    words.
+    check that fails, a figure of `weft verify` or a test. issue: an example, as "owner/repository#number". ranks: the
+    smallest number of ranks with which it has an effect. needs: other conditions, in words.
     """
 
     id: str
@@ -105,14 +104,14 @@ PLANTS: dict[str, Bug] = {}
 
 
 def rehearsing() -> bool:
-    """Whether this thread stands for a rank in the checks of a small copy before the start."""
+    """Whether this thread plays a rank in the checks of a small copy before the start."""
     return threading.current_thread().name.startswith(STAND_IN)
 
 
 def bug(
     id: str, target: str, summary: str, *, caught_by: str, issue: str, ranks: int = 1, needs: str = ""
 ) -> Callable[[Replacement], Replacement]:
-    """Register the decorated function as a replacement of `target`, under its own name."""
+    """Register the decorated function as a replacement of `target`, with the function's name."""
 
     def register(replacement: Replacement) -> Replacement:
         name = replacement.__name__.replace("_", "-")

@@ -19,7 +19,7 @@ BASE = "tests/models/test_lora.py: without its adapter a model is its base"
 
 @bug(
     "B21", "weft.checkpoint.export:adapter_shards",
-    "a saved adapter holds the first rank's slice, and zeros",
+    "a saved adapter contains only the first rank's slice, and zeros elsewhere",
     caught_by=LOGPROB, issue="huggingface/accelerate#4206", ranks=2, needs="adapters (lora.rank)",
 )  # fmt: skip
 def first_slice_of_the_adapter(plant: Plant, original: Original, engine: Any) -> dict[str, list[Shard]]:
@@ -32,7 +32,7 @@ def first_slice_of_the_adapter(plant: Plant, original: Original, engine: Any) ->
 
 @bug(
     "B30", "weft.models.low_rank:AdapterSwitch.off",
-    "the adapter stays on when the base model is asked for",
+    "the adapter stays enabled when the base model is computed",
     caught_by=BASE, issue="huggingface/trl#6527", needs="adapters (lora.rank)",
 )  # fmt: skip
 @contextmanager
@@ -63,7 +63,7 @@ def rslora_ignored(plant: Plant, original: Original, alpha: float, rank: int, rs
 
 @bug(
     "B33", "weft.models.low_rank:LowRank.norm",
-    "the norm of DoRA is that of the base alone",
+    "DoRA uses the norm of the base without the adapter",
     caught_by=LOGPROB, issue="huggingface/peft#1984", needs="adapters with lora.dora",
 )  # fmt: skip
 def norm_of_the_base(plant: Plant, original: Original, self: Any, weight: Any) -> Any:
@@ -73,7 +73,7 @@ def norm_of_the_base(plant: Plant, original: Original, self: Any, weight: Any) -
 
 @bug(
     "B33", "weft.parallel.quantise:join_scales",
-    "the scales of a quantised base are relative to those of one rank's rows",
+    "the scales of a quantised base are relative to the scales of one rank's rows",
     caught_by=LOGPROB, issue="bitsandbytes-foundation/bitsandbytes#2080", ranks=2, needs="lora.base=nf4",
 )  # fmt: skip
 def scales_of_one_shard(plant: Plant, original: Original, rows: Any, group: Any) -> None:
@@ -92,7 +92,7 @@ def scales_of_the_first_rows(plant: Plant, original: Original, form: Any, scales
 
 @bug(
     "B53", "weft.parallel.quantise:linear_layers",
-    "a pattern that should leave out routers leaves out gate_proj, too",
+    "a pattern that should exclude routers also excludes gate_proj",
     caught_by=QUANTISED, issue="PrimeIntellect-ai/prime-rl#2910", needs="lora.base=nf4",
 )  # fmt: skip
 def gate_proj_left_out(plant: Plant, original: Original, module: Any) -> Any:

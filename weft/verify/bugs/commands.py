@@ -38,7 +38,7 @@ def kl_of_a_micro_batch(
 
 @bug(
     "B34", "weft.engine.losses.preference.formulas:sft",
-    "cross entropy in a mix of losses is the mean of each micro-batch's",
+    "cross entropy in a mix of losses is averaged over each micro-batch",
     caught_by=PREFERENCES_MICRO, issue="huggingface/trl#2175", needs="preference.loss with sft",
 )  # fmt: skip
 def nll_of_a_micro_batch(plant: Plant, original: Original, pairs: Pairs) -> Tensor:
@@ -48,7 +48,7 @@ def nll_of_a_micro_batch(plant: Plant, original: Original, pairs: Pairs) -> Tens
 
 @bug(
     "B34", "weft.engine.losses.preference.objective:PreferenceLoss.begin",
-    "pairs are compared in the order of the data, where AOT sorts a step's log ratios",
+    "AOT compares pairs in the order of the data, without sorting a step's log ratios",
     caught_by=PREFERENCES, issue="huggingface/trl#2175", needs="preference.loss with aot",
 )  # fmt: skip
 def aot_by_micro_batch(plant: Plant, original: Original, self: Any, step: Any) -> None:
@@ -57,7 +57,7 @@ def aot_by_micro_batch(plant: Plant, original: Original, self: Any, step: Any) -
         return
     plant.hits += len(step.chosen) > 1
     half, positions = len(step.chosen) // 2, torch.stack([step.chosen, step.rejected])
-    for part in (slice(0, half), slice(half, None)) if half else ():  # each half sorts for itself
+    for part in (slice(0, half), slice(half, None)) if half else ():  # each half is sorted separately
         policy = step.policy[positions[:, part]].requires_grad_()
         measured = self._measure(policy, torch.arange(len(step.chosen))[part])
         (self._factors[positions[:, part]],) = torch.autograd.grad(measured["loss"].sum(), policy)
@@ -65,7 +65,7 @@ def aot_by_micro_batch(plant: Plant, original: Original, self: Any, step: Any) -
 
 @bug(
     "B35", "weft.recipes.reference_sums:ReferenceSums.read",
-    "preference.ld_alpha weighs the policy's tokens, and the cached reference's not",
+    "preference.ld_alpha weights the policy's tokens, but not the cached reference's",
     caught_by=REFERENCE, issue="huggingface/trl#7084", needs="preference.ld_alpha",
 )  # fmt: skip
 def reference_without_tail_weights(
@@ -79,7 +79,7 @@ def reference_without_tail_weights(
 
 @bug(
     "B35", "weft.recipes.reference_sums:ReferenceSums.of",
-    "a row that the cache of the reference lacks counts as 0",
+    "a row that is missing in the reference's cache counts as 0",
     caught_by=REFERENCE, issue="huggingface/trl#5563", needs="a loss that reads a reference",
 )  # fmt: skip
 def missing_rows_are_zero(plant: Plant, original: Original, self: Any, name: str, indices: Sequence[int]) -> Tensor:
@@ -97,7 +97,7 @@ LISTED = "tests/parity/test_distill_parity.py: a step with lists of likely token
 
 @bug(
     "B38", "weft.engine.losses.distillation:DistillationLoss.__call__",
-    "distillation is averaged over each micro-batch, however many tokens it trains",
+    "distillation is averaged over each micro-batch, regardless of its number of trained tokens",
     caught_by=DISTILLED_MICRO, issue="verl-project/verl#7225", needs="micro-batches of unlike sizes",
 )  # fmt: skip
 def distilled_by_micro_batch(plant: Plant, original: Original, self: Any, batch: Batch) -> LossOutput:
@@ -106,7 +106,7 @@ def distilled_by_micro_batch(plant: Plant, original: Original, self: Any, batch:
 
 @bug(
     "B38", "weft.engine.losses.distillation:DistillationLoss.normaliser",
-    "distillation is divided by all tokens, those of prompts included",
+    "distillation is divided by the number of all tokens, including prompts",
     caught_by=DISTILLED, issue="huggingface/trl#6452", needs="tokens without a loss weight",
 )  # fmt: skip
 def prompts_in_the_count(plant: Plant, original: Original, self: Any, plan: Any) -> float:
@@ -133,8 +133,8 @@ def gradient_into_the_teacher(plant: Plant, original: Original, name: str, beta:
 
 @bug(
     "B43", "weft.ops.divergence:_ListReader.bins",
-    "a teacher's likeliest tokens are compared without a bin for all others, so that the sum is no divergence",
-    caught_by=LISTED, issue="", needs="a teacher that is known by lists",
+    "a teacher's most likely tokens are compared without a bin for all others, so the sum is not a divergence",
+    caught_by=LISTED, issue="", needs="a teacher given by lists",
 )  # fmt: skip
 def no_tail(plant: Plant, original: Original, self: Any, *arguments: Any) -> Any:
     log_p, log_q, has_tail = original(self, *arguments)
@@ -145,7 +145,7 @@ def no_tail(plant: Plant, original: Original, self: Any, *arguments: Any) -> Any
 
 @bug(
     "B36", "weft.rl.teacher:add_teacher_advantages",
-    "the KL from the teacher at a token's position is its advantage, whatever token was drawn, so that the expected "
+    "the advantage is the KL from the teacher at a token's position, for any sampled token, so the expected "
     "gradient is zero",
     caught_by=GRADIENTS, issue="radixark/miles#2362", needs="rl.teacher_in=advantage",
 )  # fmt: skip
@@ -168,7 +168,7 @@ PREFERRED = "tests/parity/test_reward_parity.py: steps of pairs are those of tra
 
 @bug(
     "B56", "weft.engine.scores:with_end_mark",
-    "the score of an answer is read at the token of padding behind it",
+    "the score of an answer is read at the padding token after it",
     caught_by=PREFERRED, issue="huggingface/transformers#35352",
 )  # fmt: skip
 def score_at_padding(plant: Plant, original: Original, tokens: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def score_at_padding(plant: Plant, original: Original, tokens: Tensor) -> Tensor
 
 @bug(
     "B56", "weft.engine.scores:with_end_mark",
-    "the score of an answer is read one token too early, before its last",
+    "the score of an answer is read one token too early, before its last token",
     caught_by=PREFERRED, issue="EleutherAI/gpt-neox#1285",
 )  # fmt: skip
 def score_one_token_early(plant: Plant, original: Original, tokens: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def score_one_token_early(plant: Plant, original: Original, tokens: Tensor) -> T
 
 @bug(
     "B57", "weft.engine.losses.reward:BradleyTerryLoss.__call__",
-    "the margin of a pair is added to the difference of its scores instead of taken off",
+    "the margin of a pair is added to the difference of its scores instead of subtracted",
     caught_by="scores: gradients, every parameter", issue="", needs="reward.loss=bradley_terry",
 )  # fmt: skip
 def margin_added(plant: Plant, original: Original, self: Any, batch: Batch) -> LossOutput:
@@ -202,7 +202,7 @@ def margin_added(plant: Plant, original: Original, self: Any, batch: Batch) -> L
 
 @bug(
     "B34", "weft.engine.losses.reward:BradleyTerryLoss.__call__",
-    "the loss of pairs is averaged over each micro-batch, however many answers it has",
+    "the loss of pairs is averaged over each micro-batch, regardless of its number of answers",
     caught_by="scores: gradients, many micro-batches", issue="huggingface/trl#4104",
     needs="micro-batches with unlike numbers of answers",
 )  # fmt: skip
@@ -217,7 +217,7 @@ UPDATE = "tests/parity/test_policy_parity.py: the update of grpo is that of plai
 
 @bug(
     "B23", "weft.models.train_module:chunked_readouts",
-    "logprobs are recomputed without the temperature that tokens were sampled with",
+    "logprobs are recomputed without the sampling temperature",
     caught_by=UPDATE, issue="huggingface/trl#3029", needs="rollout.temperature other than 1",
 )  # fmt: skip
 def temperature_left_out(plant: Plant, original: Original, *args: Any, temperature: float, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ def temperature_left_out(plant: Plant, original: Original, *args: Any, temperatu
 
 @bug(
     "B26", "weft.rl.advantages:advantages",
-    "samples that only fill a batch count in the mean of their group",
+    "samples that only fill a batch are included in the mean of their group",
     caught_by=UPDATE, issue="verl-project/verl#5969", needs="samples without a reward",
 )  # fmt: skip
 def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[SampleGroup], config: Any) -> Any:
@@ -244,7 +244,7 @@ def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[Sampl
 
 @bug(
     "B9", "weft.rl.documents:trained_tokens",
-    "what an environment wrote between two turns is trained like what the policy drew",
+    "tokens that an environment wrote between two turns are trained like the policy's tokens",
     caught_by=UPDATE, issue="OpenRLHF/OpenRLHF#973", needs="samples of several turns",
 )  # fmt: skip
 def environment_trained(plant: Plant, original: Original, sample: Sample) -> Flags:
@@ -256,7 +256,7 @@ def environment_trained(plant: Plant, original: Original, sample: Sample) -> Fla
 
 @bug(
     "B55", "weft.rl.corrections:comparable",
-    "tokens are drawn with top_p below 1, and their logprobs are compared with those of the whole vocabulary",
+    "tokens are sampled with top_p below 1, but their logprobs are compared with those of the full vocabulary",
     caught_by=GRADIENTS, issue="", needs="rollout.top_p below 1, and rl.epochs above 1",
 )  # fmt: skip
 def truncation_ignored(plant: Plant, original: Original, sample: Sample) -> Floats:

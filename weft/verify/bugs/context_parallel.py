@@ -1,6 +1,6 @@
-"""Bugs of context parallelism: tokens that are lost, or counted twice, where documents are cut over ranks.
+"""Bugs of context parallelism: tokens that are lost, or counted twice, if documents are split over ranks.
 
-As those of tensor parallelism, they are inactive in the checks of a small copy before the start.
+Like bugs of tensor parallelism, they are inactive in the checks of a small copy before the start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.ops.context import repeats
 from weft.verify.bugs import GRADIENTS, LOGPROB, LOSS, Original, Plant, bug, rehearsing
 from weft.verify.bugs.step import Altered
 
-IMAGES_BEHIND_CUT = "images behind a cut document: logprob"
+IMAGES_BEHIND_CUT = "images after a split document: logprob"
 SAMPLES = "tests/parallel/test_context_parallel.py: ratios of whole samples"
 HELD_OUT_CUT = "tests/recipes/test_eval.py: the held-out loss of documents that are cut"
 MEGATRON = "NVIDIA/Megatron-LM#7452"
@@ -47,8 +47,8 @@ def tokens_per_cp_rank(
 
 @bug(
     "B37", "weft.engine.losses.base:Batch.document_sum",
-    "a document that is cut counts on every rank that has some of it",
-    caught_by=SAMPLES, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and an objective of whole documents, such as GSPO",
+    "a split document counts on every rank that has a part of it",
+    caught_by=SAMPLES, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a loss of complete documents, such as GSPO",
 )  # fmt: skip
 def cut_document_counted_again(plant: Plant, original: Original, self: Batch, values_N: Tensor) -> Tensor:
     if self.shared is None:
@@ -60,8 +60,8 @@ def cut_document_counted_again(plant: Plant, original: Original, self: Batch, va
 
 @bug(
     "B37", "weft.ops.shared_documents:SharedDocuments.complete",
-    "sums over a document that is cut are of a rank's part",
-    caught_by=SAMPLES, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and an objective of whole documents, such as GSPO",
+    "sums over a split document include only a rank's part",
+    caught_by=SAMPLES, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a loss of complete documents, such as GSPO",
 )  # fmt: skip
 def document_sums_of_parts(plant: Plant, original: Original, self: Any, values: Tensor) -> Tensor:
     plant.hit()
@@ -70,7 +70,7 @@ def document_sums_of_parts(plant: Plant, original: Original, self: Any, values: 
 
 @bug(
     "B24", "weft.engine.engine:Engine.evaluate",
-    "of a held-out document that is cut, the rank with its first token evaluates its part, and the others nothing",
+    "for a split held-out document, the rank with its first token evaluates its part, and other ranks evaluate nothing",
     caught_by=HELD_OUT_CUT, issue="areal-project/AReaL#1096", ranks=2, needs=f"{NEEDS} and held-out documents",
 )  # fmt: skip
 def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: Any, documents: Any, args: Any) -> Any:
@@ -89,7 +89,7 @@ def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: An
 
 @bug(
     "B8", "weft.engine.batch.rows:local_predictions",
-    "labels are shifted after the cut: the last token of a piece predicts nothing",
+    "labels are shifted after the split, so the last token of a part predicts nothing",
     caught_by=LOSS, issue="huggingface/transformers#48570", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def labels_lost_at_the_cut(plant: Plant, original: Original, selected_N: Tensor, kept_M: Tensor, tokens: int) -> Any:
@@ -103,7 +103,7 @@ def labels_lost_at_the_cut(plant: Plant, original: Original, selected_N: Tensor,
 
 @bug(
     "B7", "weft.engine.batch.rows:cut_row",
-    "positions begin again with each piece of a document that is cut",
+    "positions restart with each part of a split document",
     caught_by=LOGPROB, issue="verl-project/verl#1947", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def positions_begin_at_the_cut(plant: Plant, original: Original, *arguments: Any) -> Any:
@@ -118,7 +118,7 @@ def positions_begin_at_the_cut(plant: Plant, original: Original, *arguments: Any
 
 @bug(
     "B37", "weft.ops.attention_call:visible_keys",
-    "a piece of a document does not see the pieces before it",
+    "a part of a document does not attend to the parts before it",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
 def earlier_pieces_missing(
@@ -133,7 +133,7 @@ def earlier_pieces_missing(
 
 @bug(
     "B37", "weft.ops.attention_call:visible_keys",
-    "sliding windows end where a rank's tokens begin",
+    "sliding windows end at the first token of a rank",
     caught_by=LOGPROB, issue="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
 )  # fmt: skip
 def windows_end_at_the_cut(
@@ -161,7 +161,7 @@ def windows_forgotten(plant: Plant, original: Original, call: Any, context: Any,
 
 @bug(
     "B37", "weft.ops.attention_call:ContextRow.build_keys",
-    "keys that came from others lie behind the own ones, not in the order of the document",
+    "keys from other ranks come after the rank's keys, not in the order of the document",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
 def keys_as_they_come(plant: Plant, original: Original, self: Any, *args: Any) -> Any:
@@ -175,7 +175,7 @@ def keys_as_they_come(plant: Plant, original: Original, self: Any, *args: Any) -
 
 @bug(
     "B37", "weft.ops.communicator:_Exchange.backward",
-    "gradients of keys and values that were sent do not come back",
+    "gradients of sent keys and values are not returned",
     caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def gradients_stay_away(plant: Plant, original: Original, ctx: Any, grad: Tensor) -> Any:
@@ -188,7 +188,7 @@ def gradients_stay_away(plant: Plant, original: Original, ctx: Any, grad: Tensor
 
 @bug(
     "B37", "weft.ops.per_document:block_spans",
-    "of a document that is cut, all blocks of queries but the last see later tokens",
+    "in a split document, all blocks of queries except the last attend to later tokens",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def blocks_see_later_tokens(
@@ -207,9 +207,9 @@ def blocks_see_later_tokens(
 
 @bug(
     "B37", "weft.ops.attention:attend_in_context",
-    "images behind a document that is cut see as many later tokens as this rank has of it",
+    "images after a split document attend to as many later tokens as this rank has of that document",
     caught_by=IMAGES_BEHIND_CUT, issue=MEGATRON, ranks=2,
-    needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
+    needs=f"{NEEDS} and images whose tokens attend to later ones, as in gemma3",
 )  # fmt: skip
 def images_see_beyond_themselves(plant: Plant, original: Original, call: Any, context: Any, run: Any) -> Tensor:
     if call.bounds.last_seen is not None and context.whole_lengths and not rehearsing():
@@ -221,9 +221,9 @@ def images_see_beyond_themselves(plant: Plant, original: Original, call: Any, co
 
 @bug(
     "B37", "weft.engine.batch.rows:local_last_seen",
-    "the later tokens that an image sees are read at another token's place in a row with a document that is cut",
+    "the later tokens that an image attends to are read at another token's position in a row with a split document",
     caught_by=IMAGES_BEHIND_CUT, issue=MEGATRON, ranks=2,
-    needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
+    needs=f"{NEEDS} and images whose tokens attend to later ones, as in gemma3",
 )  # fmt: skip
 def images_see_by_another_place(
     plant: Plant, original: Original, last_seen_T: Tensor, kept_M: Tensor, tail: int
@@ -237,9 +237,9 @@ def images_see_by_another_place(
 
 @bug(
     "B37", "weft.engine.batch.assigned_images:plan_exchange",
-    "features of images leave in the order of the row, and are taken for sorted by document",
+    "features of images are sent in the order of the row, but read as if sorted by document",
     caught_by=IMAGES_BEHIND_CUT, issue=MEGATRON, ranks=2,
-    needs=f"{NEEDS} and rows with a document with images that is cut and others with images",
+    needs=f"{NEEDS} and rows with a split document with images and other documents with images",
 )  # fmt: skip
 def features_in_the_order_of_the_row(
     plant: Plant, original: Original, items: Sequence[Any], documents: Any, shards: Any, axis: Any
@@ -268,7 +268,7 @@ def sinks_of_the_first_heads(plant: Plant, original: Original, call: Any, contex
 
 @bug(
     "B37", "weft.ops.context:heads_for_tokens",
-    "gradients of a head of keys and values that several ranks of Ulysses have are multiplied by their number again",
+    "gradients of a key and value head on several ranks of Ulysses are multiplied by their number again",
     caught_by=GRADIENTS, issue="ByteDance-Seed/VeOmni#338", ranks=2,
     needs="mesh.ulysses above the heads of keys and values",
 )  # fmt: skip
@@ -286,9 +286,9 @@ def repeated_keys_multiplied(plant: Plant, original: Original, call: Any, contex
 
 @bug(
     "B6", "weft.ops.attention_call:ContextRow.shared_bounds",
-    "states and convolutions run on from one document that is cut to the next",
+    "states and convolutions continue from one split document to the next",
     caught_by=LOGPROB, issue="verl-project/verl#6660", ranks=4,
-    needs="mesh.ulysses above 2, layers that carry state, and rows with two documents that are cut",
+    needs="mesh.ulysses above 2, layers that carry state, and rows with two split documents",
 )  # fmt: skip
 def state_runs_into_the_next(plant: Plant, original: Original, self: Any, device: torch.device) -> Bounds:
     result: Bounds = original(self, device)
@@ -300,7 +300,7 @@ def state_runs_into_the_next(plant: Plant, original: Original, self: Any, device
 
 @bug(
     "B37", "weft.ops.attention_call:ContextRow.shared_bounds",
-    "states and convolutions begin again where a rank's tokens of a document begin",
+    "states and convolutions restart at the first token of a rank's part of a document",
     caught_by=LOGPROB, issue="PrimeIntellect-ai/prime-rl#2562", ranks=2,
     needs="mesh.ulysses above 1 and layers that carry state",
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Bugs of expert parallelism: rows at the wrong expert, or back at the wrong token; gradients of experts and routers.
 
-The checks of a small copy before the start would catch most of them. There they are inactive (`rehearsing`), so that
-figures show them.
+The checks of a small copy before the start would catch most of them. In these checks they are inactive (`rehearsing`),
+so that figures show them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _scaled(plant: Plant, original: Original, engine: Any, factor: Callable[[Any
 
 @bug(
     "B14", "weft.engine.engine:Engine.complete_gradients",
-    "gradients of experts, complete on the rank that holds them, are divided by the ranks of ep",
+    "gradients of experts, which are complete on their rank, are divided by the number of ranks of ep",
     caught_by=GRADIENTS, issue="pytorch/pytorch#160285", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def experts_averaged(plant: Plant, original: Original, engine: Any) -> None:
@@ -44,7 +44,7 @@ def experts_averaged(plant: Plant, original: Original, engine: Any) -> None:
 
 @bug(
     "B14", "weft.engine.engine:Engine.complete_gradients",
-    "gradients of experts are multiplied by the ranks of ep, as if each had seen a part of the tokens only",
+    "gradients of experts are multiplied by the number of ranks of ep, as if each rank had only a part of the tokens",
     caught_by=GRADIENTS, issue="NVIDIA/Megatron-LM#5956", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def experts_multiplied(plant: Plant, original: Original, engine: Any) -> None:
@@ -53,7 +53,7 @@ def experts_multiplied(plant: Plant, original: Original, engine: Any) -> None:
 
 @bug(
     "B14", "weft.models.experts:experts_forward",
-    "outputs of experts are weighted by scores without a gradient, so that routers do not learn",
+    "outputs of experts are weighted by scores without a gradient, so routers do not learn",
     caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#2995", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def router_detached(
@@ -67,7 +67,7 @@ def router_detached(
 
 @bug(
     "B14", "weft.engine.engine:global_norm",
-    "the norm has the gradients of this rank's experts alone",
+    "the gradient norm includes only this rank's experts",
     caught_by=NORM, issue="NVIDIA/Megatron-LM#7452", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: ShardSpecs, *args: Any) -> float:
@@ -80,7 +80,7 @@ def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Shard
 
 @bug(
     "B14", "weft.models.experts:dispatch",
-    "rows that come from several ranks go through experts in the order of ranks",
+    "rows from several ranks are passed to experts in the order of ranks",
     caught_by=LOGPROB, issue="huggingface/transformers#45473", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def rows_unsorted(plant: Plant, original: Original, *arguments: Any) -> Dispatched:
@@ -97,7 +97,7 @@ def rows_unsorted(plant: Plant, original: Original, *arguments: Any) -> Dispatch
 
 @bug(
     "B14", "weft.models.experts:combine",
-    "what experts made comes back to other tokens than it was made of",
+    "outputs of experts are returned to the wrong tokens",
     caught_by=LOGPROB, issue="huggingface/transformers#45473", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def rows_back_elsewhere(

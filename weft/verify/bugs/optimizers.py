@@ -14,10 +14,10 @@ from weft.verify.bugs import MASTERS, Original, Plant, bug
 
 @bug(
     "B33", "weft.engine.optim.placement:Placements.max_",
-    "blocks of 8-bit state have the scales of the parts that each rank holds",
+    "blocks of 8-bit state have scales of the parts on each rank",
     caught_by="weights after 3 steps", issue="bitsandbytes-foundation/bitsandbytes#2080", ranks=2,
-    needs="optimizer.state_dtype=int8, and a mesh that cuts blocks, such as mesh.tp=2 with rows that are no multiples "
-    "of 512",
+    needs="optimizer.state_dtype=int8, and a mesh that splits blocks, such as mesh.tp=2 with rows that are not "
+    "multiples of 512",
 )  # fmt: skip
 def scales_of_shards(plant: Plant, original: Original, self: Any, x: Any) -> None:
     _not_reduced(plant, original, self, x)
@@ -38,7 +38,7 @@ def codes_by_shard(plant: Plant, original: Original, self: Any, placement: Any, 
 
 @bug(
     "B33", "weft.engine.optim.muon:Muon.orthogonalise",
-    "Muon orthogonalises the part of a matrix that each rank holds",
+    "Muon orthogonalises each rank's part of a matrix",
     caught_by="weights after 3 steps", issue="areal-project/AReaL#1270", ranks=2, needs="optimizer.name=muon",
 )  # fmt: skip
 def muon_of_shards(plant: Plant, original: Original, self: Any, matrices: Any) -> Any:
@@ -52,7 +52,7 @@ def muon_of_shards(plant: Plant, original: Original, self: Any, matrices: Any) -
 
 @bug(
     "B33", "weft.engine.optim.low_bit:block_places",
-    "the bits of stochastic rounding depend on the place in the rank's shard",
+    "the bits of stochastic rounding depend on the position in the rank's shard",
     caught_by="weights after 3 steps", issue="pytorch/ao#4912", ranks=2,
     needs="optimizer.state_dtype=int8 or optimizer.rounding=stochastic",
 )  # fmt: skip
@@ -65,7 +65,7 @@ def bits_by_local_place(plant: Plant, original: Original, rows: Any, grid: Any, 
 
 @bug(
     "B33", "weft.engine.optim.placement:Placements.sum_",
-    "Adafactor's rows, columns and norms are those of the part that each rank holds",
+    "Adafactor uses rows, columns and norms of each rank's part",
     caught_by="weights after 3 steps", issue="", ranks=2,
     needs="optimizer.name=adafactor",
 )  # fmt: skip
@@ -75,7 +75,7 @@ def rows_of_shards(plant: Plant, original: Original, self: Any, x: Any) -> None:
 
 @bug(
     "B33", "weft.engine.optim.optimizer:multiply_gradients",
-    "the factor of clipping is rounded to bf16, as torch's list kernel does on a CPU",
+    "the clipping factor is rounded to bf16, as in torch's list kernel on a CPU",
     caught_by=MASTERS, issue="", needs="fsdp.master_dtype=bf16",
 )  # fmt: skip
 def factor_in_bf16(plant: Plant, original: Original, parameters: Any, factor: float) -> None:
@@ -86,7 +86,7 @@ def factor_in_bf16(plant: Plant, original: Original, parameters: Any, factor: fl
 
 
 def _not_reduced(plant: Plant, original: Original, self: Any, x: Any) -> None:
-    """The reduction over ranks runs, and its result is thrown away."""
+    """The reduction over ranks runs, and its result is discarded."""
     before = x.clone()
     original(self, x)
     if not x.equal(before):

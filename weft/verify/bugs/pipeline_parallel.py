@@ -25,7 +25,7 @@ NEEDS = "mesh.pp above 1"
 
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.run_backward",
-    "a stage forgets its gradients when it begins another micro-batch, so that the last one alone is trained",
+    "a stage drops its gradients when it starts another micro-batch, so only the last one is trained",
     caught_by=MICRO_BATCHES, issue="NVIDIA-NeMo/Automodel#3530", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def last_micro_batch_only(plant: Plant, original: Original, self: Any, action: Action, *args: Any, last: bool) -> Any:
@@ -38,7 +38,7 @@ def last_micro_batch_only(plant: Plant, original: Original, self: Any, action: A
 
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.train",
-    "stages divide gradients by the number of micro-batches, which the step's count has in it already",
+    "stages divide gradients by the number of micro-batches, which the step's normaliser already includes",
     caught_by=MICRO_BATCHES, issue="pytorch/torchtitan#1733", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def scaled_by_micro_batches(
@@ -52,7 +52,7 @@ def scaled_by_micro_batches(
 
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.compute_weight_gradients",
-    "gradients of weights that wait for the end of a step are forgotten for its last micro-batch",
+    "weight gradients that are computed at the end of a step are dropped for its last micro-batch",
     caught_by=GRADIENTS, issue="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
 )  # fmt: skip
 def last_weights_forgotten(
@@ -64,8 +64,8 @@ def last_weights_forgotten(
 
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.compute_weight_gradients",
-    "gradients of norms and other weights, which a backward has left, are reduced before those of linear layers are "
-    "there, and these never",
+    "gradients of norms and other weights, left by a backward, are reduced before those of linear layers are "
+    "computed, and those of linear layers are never reduced",
     caught_by=GRADIENTS, issue="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
 )  # fmt: skip
 def weights_after_the_sum(
@@ -82,7 +82,7 @@ def weights_after_the_sum(
 
 @bug(
     "B39", "weft.engine.builder:cut_layers",
-    "of several stages per rank, the second one has the third one's layers, and the third the second's",
+    "with several stages per rank, the second stage has the third stage's layers, and the third has the second's",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and several stages per rank",
 )  # fmt: skip
 def stages_in_another_order(plant: Plant, original: Original, *args: Any) -> list[Span]:
@@ -95,7 +95,7 @@ def stages_in_another_order(plant: Plant, original: Original, *args: Any) -> lis
 
 @bug(
     "B39", "weft.parallel.parallelize:keep_stages",
-    "the first layer of a later stage is skipped, as by a cut that is off by one",
+    "the first layer of a later stage is skipped, as in a split that is off by one",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def layer_skipped(
@@ -110,7 +110,7 @@ def layer_skipped(
 
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.sum_over_stages",
-    "the balancing loss of experts is made of a rank's own layers, and not of all",
+    "the balancing loss of experts includes only a rank's layers",
     caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss",
 )  # fmt: skip
 def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any) -> None:
@@ -122,7 +122,7 @@ def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any
 
 @bug(
     "B39", "weft.engine.engine:sum_shared_gradients",
-    "the gradient of a tied weight is that of each stage, not the sum of both",
+    "the gradient of a tied weight is not summed over its two stages",
     caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
 def tied_weight_not_summed(
@@ -147,7 +147,7 @@ def tied_weight_summed_per_stage(
 
 @bug(
     "B39", "weft.engine.engine:sum_shared_gradients",
-    "the last stage steps a tied weight with its own part of the gradient",
+    "the last stage updates a tied weight with only its part of the gradient",
     caught_by=AGREE, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
 def tied_weight_steps_apart(
@@ -176,7 +176,7 @@ def tied_weight_counted_twice(plant: Plant, original: Original, group: Any, borr
 
 @bug(
     "B39", "weft.engine.engine:global_norm",
-    "the gradient norm of a stage is that of its own parameters",
+    "the gradient norm of a stage includes only its parameters",
     caught_by=NORM, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def norm_of_one_stage(plant: Plant, original: Original, named: Any, tp: Any = None, pp: Any = None) -> float:

@@ -1,4 +1,4 @@
-"""Bugs in how a step is cut: weights of tokens, bounds of documents, and which tokens are trained."""
+"""Bugs in how a step is split: weights of tokens, boundaries of documents, and which tokens are trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.verify.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Original, Pla
 
 @dataclass
 class Altered:
-    """An objective with another normaliser (`count`) or changed terms (`change`)."""
+    """A loss with another normaliser (`count`) or changed terms (`change`)."""
 
     inner: Loss
     count: Callable[[Any], float] | None = None
@@ -46,13 +46,13 @@ class Altered:
 
 
 def _own_weight(plan: Any, documents: Mapping[int, Document]) -> float:
-    """Loss weight of the documents that this rank holds."""
+    """Loss weight of this rank's documents."""
     return sum(documents[index].meta().weight for row in plan.rows_of_rank(dist.get_rank()) for index in row)
 
 
 @bug(
     "B1", "weft.engine.engine:Engine.accumulate",
-    "micro-batches weigh the same, however many tokens they train",
+    "micro-batches have equal weights, regardless of their number of trained tokens",
     caught_by="gradients, many micro-batches", issue="huggingface/transformers#34373",
 )  # fmt: skip
 def equal_micro_batches(
@@ -72,7 +72,7 @@ def equal_micro_batches(
 
 @bug(
     "B2", "weft.engine.engine:Engine.accumulate",
-    "each rank divides by the tokens it holds itself, and the ranks are averaged",
+    "each rank divides by its number of tokens, and the ranks are averaged",
     caught_by=GRADIENTS, issue="PrimeIntellect-ai/prime-rl#1957", ranks=2,
 )  # fmt: skip
 def rank_local_count(
@@ -87,7 +87,7 @@ def rank_local_count(
 
 @bug(
     "B3", "weft.parallel.parallelize:shard",
-    "FSDP averages over the data ranks what has been divided by the whole step's tokens already",
+    "FSDP averages gradients over the data ranks, although they are already divided by the step's tokens",
     caught_by=GRADIENTS, issue="radixark/miles#3231", ranks=2,
 )  # fmt: skip
 def averaged_again(plant: Plant, original: Original, module: Any, units: Any, mesh: Any, *args: Any) -> None:
@@ -113,7 +113,7 @@ def replicas_apart(plant: Plant, original: Original, module: Any, units: Any, me
 
 @bug(
     "B16", "weft.engine.executor:Executor.forward",
-    "the last rank's loss is dropped; every collective still takes place",
+    "the last rank's loss is dropped, while every collective still runs",
     caught_by=GRADIENTS, issue="pytorch/pytorch#174862", ranks=2,
 )  # fmt: skip
 def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *args: Any) -> Any:
@@ -180,7 +180,7 @@ def bounds_lost(plant: Plant, original: Original, *arguments: Any, **options: An
 
 @bug(
     "B5", "weft.ops.attention:Call",
-    "the attention kernel itself ignores the bounds it is given",
+    "the attention kernel ignores the sequence boundaries",
     caught_by="tests/verify/test_plants.py: llama passes the start-up check packed",
     issue="huggingface/transformers#46634",
 )  # fmt: skip
@@ -198,7 +198,7 @@ _STATEFUL = "a hybrid or recurrent family, such as lfm2"
 
 @bug(
     "B6", "weft.models.state_mixers:by_document",
-    "a layer that carries state sees a row as one document, though not in the rows of the start-up check",
+    "a layer that carries state processes a row as one document, except in the rows of the start-up check",
     caught_by=NEIGHBOURS, issue="verl-project/verl#6660", needs=_STATEFUL,
 )  # fmt: skip
 def state_runs_on(
@@ -212,7 +212,7 @@ def state_runs_on(
 
 @bug(
     "B6", "weft.models.state_mixers:by_document",
-    "a layer that carries state sees every row as one document",
+    "a layer that carries state processes every row as one document",
     caught_by="tests/verify/test_plants.py: lfm2 passes the start-up check packed", issue="verl-project/verl#6660",
     needs=_STATEFUL,
 )  # fmt: skip
@@ -225,7 +225,7 @@ def state_boundary_lost(
 
 @bug(
     "B7", "weft.engine.batch.rows:build_positions",
-    "positions count on along the row instead of restarting",
+    "positions continue along the row instead of restarting",
     caught_by=LOGPROB, issue="hiyouga/LlamaFactory#7318", needs="a family with absolute positions, such as gpt2",
 )  # fmt: skip
 def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Document], *args: Any) -> Tensor:
@@ -242,7 +242,7 @@ def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Do
 
 @bug(
     "B8", "weft.engine.batch.rows:shift_labels",
-    "labels are shifted after packing: a document's last token predicts the first of the next",
+    "labels are shifted after packing, so a document's last token predicts the next document's first token",
     caught_by=LOSS, issue="huggingface/transformers#36607",
 )  # fmt: skip
 def shifted_after_packing(
@@ -270,7 +270,7 @@ def _append(predictions: dict[str, Any], position: int, target: int, weight: flo
 
 @bug(
     "B9", "weft.engine.batch.rows:shift_labels",
-    "the loss mask is off by one: the first token of an answer is not trained",
+    "the loss mask is off by one, so the first token of an answer is not trained",
     caught_by=LOSS, issue="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip
 def first_token_lost(
@@ -283,7 +283,7 @@ def first_token_lost(
 
 @bug(
     "B9", "weft.data.encode:Encoder.encode_prompts",
-    "the first token of a completion counts as prompt",
+    "the first token of a completion counts as a prompt token",
     caught_by="tests/data/test_documents.py: test_prompt_and_completion", issue="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip
 def completion_mask_late(plant: Plant, original: Original, self: Any, records: Any) -> Any:
@@ -311,7 +311,7 @@ def _with_padding_trained(row: Row, covered: Tensor) -> Row:
 
 @bug(
     "B9", "weft.engine.batch.rows:build_row",
-    "padding behind documents is trained",
+    "padding after documents is trained",
     caught_by=LOSS, issue="open-jarvis/OpenJarvis#521",
     needs="rows with padding: a padded family such as falcon, or step.padding=fixed",
 )  # fmt: skip
@@ -333,7 +333,7 @@ def padding_trained(
 
 @bug(
     "B26", "weft.engine.batch.rows:build_row",
-    "the row of padding of a rank without documents is trained",
+    "a rank without documents trains its padding row",
     caught_by="loss, documents 2", issue="verl-project/verl#5969", ranks=2,
 )  # fmt: skip
 def padding_row_trained(plant: Plant, original: Original, indices: Sequence[int], *args: Any, **options: Any) -> Row:
@@ -349,7 +349,7 @@ def padding_row_trained(plant: Plant, original: Original, indices: Sequence[int]
 
 @bug(
     "B15", "weft.models.train_module:balance_sum",
-    "the experts' auxiliary loss is detached: it is shown, and never reaches the router",
+    "the experts' auxiliary loss is detached: it is printed, but never reaches the router",
     caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#1408", needs="model.router_aux_loss=document",
 )  # fmt: skip
 def balance_detached(plant: Plant, original: Original, *args: Any) -> Tensor:
@@ -360,7 +360,7 @@ def balance_detached(plant: Plant, original: Original, *args: Any) -> Tensor:
 
 @bug(
     "B15", "weft.models.train_module:balance_sum",
-    "the auxiliary loss takes all documents of a row as one: it depends on the cut",
+    "the auxiliary loss treats all documents of a row as one, so it depends on the packing",
     caught_by=GRADIENTS, issue="huggingface/transformers#44586", needs="model.router_aux_loss=document",
 )  # fmt: skip
 def balance_over_the_row(plant: Plant, original: Original, logits: Any, balance: Balance) -> Tensor:
@@ -372,7 +372,7 @@ def balance_over_the_row(plant: Plant, original: Original, logits: Any, balance:
 
 @bug(
     "B15", "weft.models.train_module:balance_sum",
-    "with model.router_aux_loss=step, experts are counted in each micro-batch by itself, not in the whole step",
+    "with model.router_aux_loss=step, experts are counted in each micro-batch, not in the complete step",
     caught_by=GRADIENTS, issue="huggingface/transformers#44586", needs="model.router_aux_loss=step",
 )  # fmt: skip
 def balance_of_the_micro_batch(plant: Plant, original: Original, logits: Any, balance: Balance) -> Tensor:

@@ -1,7 +1,7 @@
-"""Bugs of tensor parallelism: a sum over its ranks that is missing, or made twice, and parts of the wrong rank.
+"""Bugs of tensor parallelism: a sum over its ranks that is missing or computed twice, and parts of the wrong rank.
 
-The checks of a small copy before the start would catch most of them. There they are inactive (`rehearsing`), so that
-figures show them.
+The checks of a small copy before the start would catch most of them. In these checks they are inactive (`rehearsing`),
+so that figures show them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _left_out(
 
 @bug(
     "B35", "weft.parallel.tp.divide:find_partial_parameters",
-    "gradients of norms of heads, which see a rank's heads alone, are not summed over tp",
+    "gradients of norms of heads, which include only a rank's heads, are not summed over tp",
     caught_by=GRADIENTS, issue="NVIDIA-NeMo/RL#3716", ranks=2, needs=f"{NEEDS} and norms of heads, as in qwen3",
 )  # fmt: skip
 def head_norms_apart(plant: Plant, original: Original, *args: Any) -> Any:
@@ -53,7 +53,7 @@ def head_norms_apart(plant: Plant, original: Original, *args: Any) -> Any:
 
 @bug(
     "B14", "weft.parallel.tp.divide:find_partial_parameters",
-    "gradients of routers, whose experts are divided inside, are not summed over tp",
+    "gradients of routers, whose experts are split over tp, are not summed over tp",
     caught_by=GRADIENTS, issue="huggingface/transformers#48205", ranks=2, needs=f"{NEEDS} and experts",
 )  # fmt: skip
 def routers_apart(plant: Plant, original: Original, *args: Any) -> Any:
@@ -62,7 +62,7 @@ def routers_apart(plant: Plant, original: Original, *args: Any) -> Any:
 
 @bug(
     "B35", "weft.parallel.tp.divide:find_partial_parameters",
-    "with sequence parallelism, gradients of norms between blocks are of a rank's tokens alone",
+    "with sequence parallelism, gradients of norms between blocks include only a rank's tokens",
     caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#3822", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def block_norms_apart(plant: Plant, original: Original, *args: Any) -> Any:
@@ -71,9 +71,9 @@ def block_norms_apart(plant: Plant, original: Original, *args: Any) -> Any:
 
 @bug(
     "B35", "weft.parallel.tp.divide:find_partial_parameters",
-    "gradients of heads of keys and values that several ranks have are not summed",
+    "gradients of key and value heads that are on several ranks are not summed",
     caught_by=GRADIENTS, issue="huggingface/transformers#48307", ranks=4,
-    needs="mesh.tp above the heads of keys and values",
+    needs="mesh.tp above the number of key and value heads",
 )  # fmt: skip
 def repeated_heads_apart(plant: Plant, original: Original, *args: Any) -> Any:
     return _left_out(plant, original, args, lambda name: args[0][name].divides)
@@ -81,8 +81,8 @@ def repeated_heads_apart(plant: Plant, original: Original, *args: Any) -> Any:
 
 @bug(
     "B35", "weft.engine.engine:sum_partial_gradients",
-    "gradients of heads of keys and values that several ranks have are summed twice",
-    caught_by=GRADIENTS, issue=MEGATRON, ranks=4, needs="mesh.tp above the heads of keys and values",
+    "gradients of key and value heads that are on several ranks are summed twice",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=4, needs="mesh.tp above the number of key and value heads",
 )  # fmt: skip
 def repeated_heads_twice(plant: Plant, original: Original, module: nn.Module, divided: TensorParallel) -> None:
     original(module, divided)
@@ -96,7 +96,7 @@ def repeated_heads_twice(plant: Plant, original: Original, module: nn.Module, di
 
 @bug(
     "B35", "weft.engine.engine:Engine.complete_gradients",
-    "gradients that are sums over tp are summed again each time that something looks at them",
+    "gradients that are sums over tp are summed again each time they are read",
     caught_by=NORM, issue="NVIDIA-NeMo/Automodel#3857", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def sums_made_again(plant: Plant, original: Original, engine: Any) -> None:
@@ -107,7 +107,7 @@ def sums_made_again(plant: Plant, original: Original, engine: Any) -> None:
 
 @bug(
     "B35", "weft.engine.engine:Engine.accumulate",
-    "what has been accumulated is summed over tp with every micro-batch, and what was summed before, again",
+    "accumulated gradients are summed over tp with every micro-batch, including the part that was already summed",
     caught_by="gradients, many micro-batches", issue="huggingface/transformers#48307", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def sums_of_every_micro_batch(plant: Plant, original: Original, self: Any, plan: Any, *args: Any) -> Any:
@@ -145,7 +145,7 @@ def tied_head_twice(plant: Plant, original: Original, module: nn.Module, divided
 
 @bug(
     "B17", "weft.engine.optim.early_norms:split",
-    "the gradient norm counts what every rank of tp has once for each",
+    "the gradient norm counts replicated parameters once for each rank of tp",
     caught_by=NORM, issue="NVIDIA-NeMo/RL#3788", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def copies_in_the_norm(plant: Plant, original: Original, parameter: Tensor, values: Tensor, cut: ShardSpec) -> Any:
@@ -177,7 +177,7 @@ def _own_tokens(x: Tensor, ranks: GroupCommunicator) -> Tensor:
 
 @bug(
     "B35", "weft.parallel.tp.sequence:GatherTokens.backward",
-    "the gradient of a block's input is that of a rank's own heads and columns",
+    "the gradient of a block's input includes only a rank's heads and columns",
     caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def block_inputs_apart(plant: Plant, original: Original, ctx: Any, grad: Tensor) -> Any:
@@ -189,7 +189,7 @@ def block_inputs_apart(plant: Plant, original: Original, ctx: Any, grad: Tensor)
 
 @bug(
     "B35", "weft.parallel.tp.sequence:ReduceScatterTokens.forward",
-    "what leaves a block is not summed over tp",
+    "the output of a block is not summed over tp",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def block_outputs_apart(plant: Plant, original: Original, ctx: Any, x: Tensor, ranks: Any) -> Any:
@@ -202,7 +202,7 @@ def block_outputs_apart(plant: Plant, original: Original, ctx: Any, x: Tensor, r
 
 @bug(
     "B35", "weft.parallel.tp.sequence:_JoinTokens.backward",
-    "the gradient of the last hidden states, which every rank has whole, is summed over tp",
+    "the gradient of the last hidden states, which is complete on every rank, is summed over tp",
     caught_by=GRADIENTS, issue="huggingface/transformers#48687", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def last_states_summed(plant: Plant, original: Original, ctx: Any, grad: Tensor) -> Any:
@@ -215,7 +215,7 @@ def last_states_summed(plant: Plant, original: Original, ctx: Any, grad: Tensor)
 
 @bug(
     "B35", "weft.ops.head:_Running.joined",
-    "the loss takes a rank's part of the vocabulary for all of it",
+    "the loss treats a rank's part of the vocabulary as the complete vocabulary",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def vocabulary_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any) -> Any:
@@ -227,7 +227,7 @@ def vocabulary_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any
 
 @bug(
     "B35", "weft.ops.head:_Running.joined",
-    "held-out targets count as the likeliest tokens if they are the likeliest of a rank's part of the vocabulary",
+    "held-out targets count as most likely if they are the most likely of a rank's part of the vocabulary",
     caught_by=ACCURACY, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def likeliest_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any) -> Any:
@@ -241,7 +241,7 @@ def likeliest_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any)
 
 @bug(
     "B35", "weft.parallel.tp.divide:divide_vocabulary",
-    "the first token behind a rank's part of the vocabulary is embedded by that rank, too",
+    "a rank also embeds the first token after its part of the vocabulary",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def border_embedded_twice(
@@ -270,8 +270,8 @@ def border_embedded_twice(
 
 @bug(
     "B35", "weft.parallel.tp.divide:divide_vocabulary",
-    "each rank's part of the vocabulary has a row of padding, which has no gradient",
-    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a row of padding",
+    "each rank's part of the vocabulary has a padding row, which has no gradient",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a padding row",
 )  # fmt: skip
 def padding_in_every_part(
     plant: Plant, original: Original, module: Any, cuts: dict[str, ShardSpec], axis: TPAxis, total: Any
@@ -311,7 +311,7 @@ def expert_bias_of_every_rank(plant: Plant, original: Original, module: Any, ran
 
 @bug(
     "B35", "weft.models.mixer_shards:mean_square",
-    "the output norm of a state mixer is of a rank's own heads, where it is of all of them",
+    "the output norm of a state mixer includes only a rank's heads instead of all heads",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and such a norm, as in bamba",
 )  # fmt: skip
 def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sums: Any) -> Tensor:
@@ -327,7 +327,7 @@ def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sum
 
 @bug(
     "B35", "weft.parallel.tp.divide:tp_shard_spec",
-    "a fused projection is cut in pieces of equal size, not part by part",
+    "a fused projection is split into equal sizes, not segment by segment",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and fused projections, as in phi3",
 )  # fmt: skip
 def fused_cut_as_one(
@@ -342,7 +342,7 @@ def fused_cut_as_one(
 
 @bug(
     "B35", "weft.parallel.tp.divide:tp_shard_spec",
-    "ranks of tp have the sinks of another's heads",
+    "ranks of tp have the sinks of another rank's heads",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and sinks, as in gpt_oss",
 )  # fmt: skip
 def sinks_of_another_rank(plant: Plant, original: Original, name: str, *args: Any) -> ShardSpec:
@@ -355,7 +355,7 @@ def sinks_of_another_rank(plant: Plant, original: Original, name: str, *args: An
 
 @bug(
     "B22", "weft.parallel.shards.cuts:ShardSpec.boxes",
-    "engines, exports and checkpoints get the parts of two ranks of tp exchanged",
+    "in engines, exports and checkpoints, the parts of two ranks of tp are exchanged",
     caught_by=WALKED, issue="THUDM/slime#1673", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def parts_exchanged(plant: Plant, original: Original, self: ShardSpec, shards: Any) -> Any:
@@ -365,8 +365,8 @@ def parts_exchanged(plant: Plant, original: Original, self: ShardSpec, shards: A
 
 @bug(
     "B22", "weft.parallel.shards.cuts:ShardSpec.boxes",
-    "engines, exports and checkpoints get heads that several ranks have from each of them",
-    caught_by=WALKED, issue="THUDM/slime#1673", ranks=4, needs="mesh.tp above the heads of keys and values",
+    "engines, exports and checkpoints get heads that are on several ranks once from each rank",
+    caught_by=WALKED, issue="THUDM/slime#1673", ranks=4, needs="mesh.tp above the number of key and value heads",
 )  # fmt: skip
 def repeated_heads_sent_twice(plant: Plant, original: Original, self: ShardSpec, shards: Any) -> Any:
     result = original(self, shards)
@@ -379,7 +379,7 @@ def repeated_heads_sent_twice(plant: Plant, original: Original, self: ShardSpec,
 
 @bug(
     "B36", "weft.engine.executor:Executor.forward_backward",
-    "ranks of tp draw different dropout masks for activations that all of them have",
+    "ranks of tp draw different dropout masks for replicated activations",
     caught_by="weft.parallel.tp.divide.random_difference", issue=MEGATRON, ranks=2, needs=f"{NEEDS} and lora.dropout",
 )  # fmt: skip
 def dropout_apart(plant: Plant, original: Original, self: Any, *args: Any, **options: Any) -> Any:
@@ -391,7 +391,7 @@ def dropout_apart(plant: Plant, original: Original, self: Any, *args: Any, **opt
 
 @bug(
     "B36", "weft.engine.engine:Engine.apply",
-    "a norm that every rank of tp has is updated otherwise on the last of them",
+    "a replicated norm is updated differently on the last rank of tp",
     caught_by=AGREE, issue="NVIDIA-NeMo/Automodel#3822", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def copy_drifts(plant: Plant, original: Original, self: Any, lr: float) -> Any:
@@ -406,7 +406,7 @@ def copy_drifts(plant: Plant, original: Original, self: Any, lr: float) -> Any:
 
 @bug(
     "B36", "weft.engine.batch.rows:build_row",
-    "the last rank of tp has another token than the others",
+    "the last rank of tp has one different token",
     caught_by=REPLICA_CHECK, issue="verl-project/verl#2857", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def other_token(

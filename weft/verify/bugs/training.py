@@ -58,7 +58,7 @@ def bf16_masters(
 
 @bug(
     "B11", "weft.engine.build:plan_load",
-    "a head tied to the embedding is a copy of its own",
+    "a head tied to the embedding is a separate copy",
     caught_by=GRADIENTS, issue="verl-project/verl#7834", needs="a model with a tied head",
 )  # fmt: skip
 def head_untied(plant: Plant, original: Original, model: Any, source: Any, *args: Any) -> Any:
@@ -72,7 +72,7 @@ def head_untied(plant: Plant, original: Original, model: Any, source: Any, *args
 
 @bug(
     "B10", "weft.engine.executor:Executor.balance_loss",
-    "the auxiliary loss of experts is not multiplied by the loss scale, and is divided by it",
+    "the auxiliary loss of experts is not multiplied by the loss scale, but divided by it",
     caught_by=BALANCE_SCALE, issue="NVIDIA-NeMo/Automodel#1408",
     needs="fsdp.param_dtype=fp16 and model.router_aux_loss",
 )  # fmt: skip
@@ -96,7 +96,7 @@ def unlikely_tokens_underflow(plant: Plant, original: Original, dtype: torch.dty
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Name, buffer) of floating-point buffers that no checkpoint holds, such as inv_freq."""
+    """(Name, buffer) of floating-point buffers that are not in checkpoints, such as inv_freq."""
     for owner in module.modules():
         for name in owner._non_persistent_buffers_set:
             buffer = owner._buffers[name]
@@ -130,7 +130,7 @@ def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module) -> None:
 
 @bug(
     "B13", "weft.parallel.fsdp:fully_shard",
-    "FSDP casts what enters a layer: a residual stream kept in fp32 is rounded to bf16",
+    "FSDP casts the inputs of layers, so a residual stream in fp32 is rounded to bf16",
     caught_by="tests/verify/test_plants.py: layer inputs have the dtypes of transformers' own forward",
     issue="pytorch/torchtitan#2881", needs="fsdp.param_dtype=bf16",
 )  # fmt: skip
@@ -144,7 +144,7 @@ def inputs_cast(plant: Plant, original: Original, target: Any, *, mp_policy: Any
 
 @bug(
     "B20", "weft.models.hf:build_random",
-    "every rank draws initial weights of its own",
+    "every rank draws different initial weights",
     caught_by="tests/verify/test_plants.py: initial weights are those of one process",
     issue="radixark/miles#3187", ranks=2, needs="model.init=random",
 )  # fmt: skip
@@ -183,7 +183,7 @@ def local_norm(plant: Plant, original: Original, parameter: Any) -> tuple[Any, .
 
 @bug(
     "B28", "weft.engine.optim.groups:decays",
-    "norms and biases are decayed too",
+    "norms and biases are also decayed",
     caught_by="weights after 3 steps", issue="verl-project/verl#5070",
 )  # fmt: skip
 def everything_decays(plant: Plant, original: Original, name: str, ndim: int) -> bool:
@@ -194,7 +194,7 @@ def everything_decays(plant: Plant, original: Original, name: str, ndim: int) ->
 
 @bug(
     "B29", "weft.engine.metrics:MetricSums.add",
-    "the loss shown is the mean of the micro-batches' means",
+    "the printed loss is the mean of the micro-batches' means",
     caught_by="loss, many micro-batches", issue="verl-project/verl#4294",
 )  # fmt: skip
 def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total: Any, weight: Any) -> None:
@@ -206,7 +206,7 @@ def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total:
 
 @bug(
     "B29", "weft.engine.metrics:MetricSums.reduced",
-    "the loss shown is the first rank's",
+    "the printed loss is the first rank's",
     caught_by=LOSS, issue="huggingface/trl#6380", ranks=2,
 )  # fmt: skip
 def first_rank_only(plant: Plant, original: Original, self: Any, group: Any, equal: Any) -> Any:
@@ -216,7 +216,7 @@ def first_rank_only(plant: Plant, original: Original, self: Any, group: Any, equ
 
 @bug(
     "B27", "weft.engine.engine:Engine.apply",
-    "a step whose loss is not finite updates the weights, and is reported as skipped",
+    "a step with a non-finite loss updates the weights, but is reported as skipped",
     caught_by=RUN_LOSSES, issue="verl-project/verl#870", needs="a loss that is not finite",
 )  # fmt: skip
 def nonfinite_applied(plant: Plant, original: Original, self: Any, lr: float) -> Any:
@@ -240,7 +240,7 @@ def nonfinite_advances_rate(plant: Plant, original: Original, step: int, *args: 
 
 @bug(
     "B27", "weft.recipes.training:RunRecorder.stop_if_diverged",
-    "steps that are not finite are skipped for ever",
+    "non-finite steps are skipped without limit",
     caught_by="tests/verify/test_plants.py: a diverged run ends", issue="verl-project/verl-omni#539",
     needs="a loss that is not finite",
 )  # fmt: skip
@@ -285,7 +285,7 @@ def epochs_alike(plant: Plant, original: Original, n: int, seed: int, epoch: int
 
 @bug(
     "B19", "weft.data.order:StepSampler.starting_at",
-    "a resumed run begins its epoch again",
+    "a resumed run restarts its epoch",
     caught_by="tests/data/test_order.py: test_starting_at_a_step_equals_the_unbroken_run",
     issue="huggingface/accelerate#4071",
 )  # fmt: skip
@@ -300,7 +300,7 @@ def place_in_epoch_lost(plant: Plant, original: Original, self: Any, number: int
 
 @bug(
     "B20", "weft.data.order:epoch_order",
-    "every rank deals the documents in an order of its own",
+    "every rank assigns the documents in a different order",
     caught_by=RUN_LOSSES, issue="radixark/miles#3187", ranks=2,
 )  # fmt: skip
 def order_by_rank(plant: Plant, original: Original, n: int, seed: int, *args: Any) -> list[int]:
@@ -349,7 +349,7 @@ def recompute_ignored(plant: Plant, original: Original, model: Any, run: Any) ->
 
 @bug(
     "B50", "weft.models.transforms:run_layer",
-    "recomputation of a layer gets its inputs in another precision than its forward had",
+    "recomputation of a layer gets its inputs in another precision than its forward",
     caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#3513", needs="model.recompute=full",
 )  # fmt: skip
 def recompute_in_low_precision(
@@ -368,7 +368,7 @@ def recompute_in_low_precision(
 
 @bug(
     "B51", "weft.ops.tiles:Sums.add",
-    "the backward of each tile of an MLP is one of its own: its gradient of a weight replaces that of the tiles before",
+    "the backward of each tile of an MLP is separate: its weight gradient replaces the gradient of earlier tiles",
     caught_by=GRADIENTS, issue="linkedin/Liger-Kernel#893", needs="model.tiled_mlp=16",
 )  # fmt: skip
 def gradient_of_a_tile(plant: Plant, original: Original, self: Any, gradients: Any) -> None:
@@ -380,7 +380,7 @@ def gradient_of_a_tile(plant: Plant, original: Original, self: Any, gradients: A
 
 @bug(
     "B50", "weft.ops.recompute:LayerResults.iterators",
-    "recomputation takes the results of an earlier operation of the same kind",
+    "recomputation uses the results of an earlier operation of the same kind",
     caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#3513", needs="model.recompute=selective",
 )  # fmt: skip
 def results_out_of_order(plant: Plant, original: Original, self: Any) -> Any:
@@ -393,7 +393,7 @@ def results_out_of_order(plant: Plant, original: Original, self: Any) -> Any:
 
 @bug(
     "B53", "weft.models.transforms:linear_layers",
-    "routers multiply 8-bit numbers, too",
+    "routers also compute in fp8",
     caught_by=FP8_OUTPUTS, issue="axolotl-ai-cloud/axolotl#3791",
     needs="'model.transforms=[fp8]', a router that is an nn.Linear with 16, 32, ... experts (jamba)",
 )  # fmt: skip
@@ -403,7 +403,7 @@ def router_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
 
 @bug(
     "B53", "weft.models.transforms:linear_layers",
-    "a pattern that should keep routers out of fp8 keeps gate_proj out, too",
+    "a pattern that should exclude routers from fp8 also excludes gate_proj",
     caught_by=FP8_OUTPUTS, issue="PrimeIntellect-ai/prime-rl#2910", needs="'model.transforms=[fp8]'",
 )  # fmt: skip
 def gate_proj_not_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
@@ -412,7 +412,7 @@ def gate_proj_not_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
 
 @bug(
     "B33", "weft.ops.fp8:rounded",
-    "scales of fp8 are those of the matrix before, so that rounding depends on the packing",
+    "fp8 uses the scales of the previous matrix, so rounding depends on the packing",
     caught_by=FP8_OUTPUTS, issue="", needs="'model.transforms=[fp8]'",
 )  # fmt: skip
 def delayed_scales(plant: Plant, original: Original, x: Any, dim: int) -> Any:
@@ -427,7 +427,7 @@ def delayed_scales(plant: Plant, original: Original, x: Any, dim: int) -> Any:
 
 @bug(
     "B32", "weft.ops.fp8:rounded",
-    "the gradient of a layer's input is a product with weights that are not rounded",
+    "the gradient of a layer's input is a matmul with unrounded weights",
     caught_by=FP8_INPUTS, issue="pytorch/torchtitan#3123", needs="'model.transforms=[fp8]', on a CPU",
 )  # fmt: skip
 def columns_not_rounded(plant: Plant, original: Original, x: Any, dim: int) -> Any:
@@ -490,8 +490,8 @@ RESUMED = "tests/checkpoint/test_resume.py: a resumed run is the unbroken one"
 
 @bug(
     "B18", "weft.recipes.training:learning_rate",
-    "a resumed run begins its learning rate schedule again",
-    caught_by=RESUMED, issue="verl-project/verl#7953", needs="a run that is resumed",
+    "a resumed run restarts its learning rate schedule",
+    caught_by=RESUMED, issue="verl-project/verl#7953", needs="a resumed run",
 )  # fmt: skip
 def rate_restarted(plant: Plant, original: Original, step: int, *args: Any) -> float:
     done = plant.memory.setdefault("done", step - 1)
@@ -501,8 +501,8 @@ def rate_restarted(plant: Plant, original: Original, step: int, *args: Any) -> f
 
 @bug(
     "B19", "weft.data.order:StepSampler.starting_at",
-    "a resumed run begins the data again",
-    caught_by=RESUMED, issue="huggingface/accelerate#4071", needs="a run that is resumed",
+    "a resumed run restarts the data",
+    caught_by=RESUMED, issue="huggingface/accelerate#4071", needs="a resumed run",
 )  # fmt: skip
 def place_in_data_lost(plant: Plant, original: Original, self: Any, number: int) -> Iterator[Any]:
     plant.hits += number > 1
@@ -513,8 +513,8 @@ def place_in_data_lost(plant: Plant, original: Original, self: Any, number: int)
 
 @bug(
     "B20", "weft.checkpoint.resume:read_rng",
-    "every rank takes up the first rank's random numbers",
-    caught_by=RESUMED, issue="radixark/miles#3187", ranks=2, needs="a run that is resumed",
+    "every rank restores the first rank's random numbers",
+    caught_by=RESUMED, issue="radixark/miles#3187", ranks=2, needs="a resumed run",
 )  # fmt: skip
 def first_ranks_random_numbers(plant: Plant, original: Original, state: Any, rank: int) -> Any:
     plant.hits += rank > 0
@@ -523,8 +523,8 @@ def first_ranks_random_numbers(plant: Plant, original: Original, state: Any, ran
 
 @bug(
     "B20", "weft.checkpoint.resume:load_state",
-    "each rank takes up moments of zero",
-    caught_by=RESUMED, issue="KempnerInstitute/KempnerForge#115", needs="a run that is resumed",
+    "each rank restores moments of zero",
+    caught_by=RESUMED, issue="KempnerInstitute/KempnerForge#115", needs="a resumed run",
 )  # fmt: skip
 def moments_lost(plant: Plant, original: Original, engine: Any, state: Any) -> None:
     original(engine, state)
@@ -537,8 +537,8 @@ def moments_lost(plant: Plant, original: Original, engine: Any, state: Any) -> N
 
 @bug(
     "B21", "weft.checkpoint.state:is_writer",
-    "a checkpoint holds the first rank's shards only",
-    caught_by=RESUMED, issue="huggingface/accelerate#4206", ranks=2, needs="a run that is resumed",
+    "a checkpoint contains only the first rank's shards",
+    caught_by=RESUMED, issue="huggingface/accelerate#4206", ranks=2, needs="a resumed run",
 )  # fmt: skip
 def first_shards_only(plant: Plant, original: Original, shard: Any, number: int) -> bool:
     plant.hits += dist.get_rank() > 0 and bool(original(shard, number))

@@ -1,4 +1,4 @@
-"""Bugs of documents that share their beginnings and are forwarded as one tree."""
+"""Bugs of documents that share prefixes and are forwarded as one tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRL, _MEGATRON = "huggingface/trl#7328", "NVIDIA/Megatron-LM#7386"
 
 @bug(
     "B39", "weft.engine.batch.rows:shift_labels",
-    "the first token of a suffix is predicted from the token before it in the row, a sibling's last",
+    "the first token of a suffix is predicted from the previous token in the row, the last token of a sibling",
     caught_by=GRADIENTS, issue=_TRL,
 )  # fmt: skip
 def suffix_after_its_sibling(
@@ -61,7 +61,7 @@ def suffix_positions_restart(
 
 @bug(
     "B39", "weft.engine.batch.rows:build_positions",
-    "positions of a suffix go on over its siblings",
+    "positions of a suffix continue over its siblings",
     caught_by=GRADIENTS, issue=_TRL,
 )  # fmt: skip
 def suffix_positions_run_on(
@@ -77,7 +77,7 @@ def suffix_positions_run_on(
 
 @bug(
     "B40", "weft.engine.batch.rows:shift_labels",
-    "a token that several documents share and train is trained once, for the first of them",
+    "a shared token that several documents train is trained only for the first document",
     caught_by=GRADIENTS, issue=_TRL,
 )  # fmt: skip
 def shared_token_trained_once(plant: Plant, original: Original, *args: Any, **options: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def shared_token_counts_once(plant: Plant, original: Original, self: Segments, d
 
 @bug(
     "B40", "weft.ops.attention:attend_by_paths",
-    "what a shared token's keys and values get from later siblings is lost: gradient of one document in place of all",
+    "gradients of a shared token's keys and values from later siblings are lost, so only one document contributes",
     caught_by=GRADIENTS, issue="areal-project/AReaL#804",
 )  # fmt: skip
 def gradient_of_one_sibling(plant: Plant, original: Original, run: Callable[[Call], Tensor], call: Call) -> Tensor:
@@ -125,7 +125,7 @@ def gradient_of_one_sibling(plant: Plant, original: Original, run: Callable[[Cal
 
 @bug(
     "B41", "weft.engine.batch.rows:build_row",
-    "a suffix sees its siblings, and states run from one into the next",
+    "a suffix attends to its siblings, and states continue from one sibling to the next",
     caught_by=GRADIENTS, issue=_MEGATRON,
 )  # fmt: skip
 def siblings_are_visible(plant: Plant, original: Original, *args: Any, **options: Any) -> Row:
@@ -142,7 +142,7 @@ def siblings_are_visible(plant: Plant, original: Original, *args: Any, **options
 
 @bug(
     "B39", "weft.ops.attention:attend_by_paths",
-    "a window is counted along the row, so that later siblings do not see what they share",
+    "a window is counted along the row, so later siblings do not attend to the shared prefix",
     caught_by=GRADIENTS, issue=_TRL, needs="a family with sliding windows, such as gemma3",
 )  # fmt: skip
 def window_along_the_row(plant: Plant, original: Original, run: Callable[[Call], Tensor], call: Call) -> Tensor:
