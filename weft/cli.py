@@ -230,11 +230,13 @@ def _resume_command(command: str, options: TrainOptions | RlOptions, words: Sequ
     """The command line of an attempt that resumes RUN. RUN/config.yaml contains the config files and overrides."""
     if options.resume is not None:
         return words
-    more = ["--device", options.device] + (["--nproc", str(options.nproc)] if options.nproc else [])
-    more += [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(options, name)]
+    words_of_run = ["--device", options.device] + (["--nproc", str(options.nproc)] if options.nproc else [])
+    words_of_run += [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(options, name)]
     if isinstance(options, RlOptions):
-        more += ["--rollout-only"] if options.rollout_only else ["--replay", options.replay] if options.replay else []
-    return [command, "--resume", display_name(str(run)), *more]
+        words_of_run += (
+            ["--rollout-only"] if options.rollout_only else ["--replay", options.replay] if options.replay else []
+        )
+    return [command, "--resume", display_name(str(run)), *words_of_run]
 
 
 def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
@@ -609,10 +611,10 @@ def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
                 "otherwise unset RANK and WORLD_SIZE."
             )
     else:
-        wanted = _ranks_wanted(options, config)
-        if wanted is not None and options.nproc is None:
-            wanted += frozen  # a checkpoint counts the trained model's ranks
-        world = wanted or accelerator_count(options.device) or 1
+        count = _ranks_wanted(options, config)
+        if count is not None and options.nproc is None:
+            count += frozen  # a checkpoint counts the trained model's ranks
+        world = count or accelerator_count(options.device) or 1
     _check_frozen_ranks(config, world, "--nproc")
     sizes = resolve_mesh(config.mesh, world - frozen)
     check_reshard(config, sizes)

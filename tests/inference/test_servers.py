@@ -438,7 +438,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=rf"rollout\.{key.split('=')[0]} would have no effect"):
             config_of(tmp_path, f"rollout.{key}")
-    with pytest.raises(UserError, match=r"holds `max-model-len`, .* set rollout.max_prompt_tokens"):
+    with pytest.raises(UserError, match=r"contains `max-model-len`, .* set rollout.max_prompt_tokens"):
         config_of(tmp_path, "rollout.engine=vllm", "rollout.engine_kwargs={max-model-len: 9}")
     with pytest.raises(UserError, match=r"rollout.temperature is 0.001, which vLLM would raise to 0.01"):
         config_of(tmp_path, "rollout.engine=vllm", "rollout.temperature=0.001")

@@ -287,7 +287,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["report", str(tmp_path / "none")]) == 2
     assert "it does not exist. Write the run.dir of a run." in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "it holds no metrics.jsonl" in capsys.readouterr().err
+    assert "it contains no metrics.jsonl" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "no step has ended yet" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_without_trackers_nothing_is_written_and_no_thread_runs(tmp_path: Path) 
 def test_what_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        UserError, match=r"wandb, which is not installed: pip install wandb, or leave it out of track.report_to"
+        UserError, match=r"wandb, which is not installed: pip install wandb, or remove it from track.report_to"
     ):
         check_installed(TrackConfig(report_to=("wandb",)))
     with pytest.raises(UserError, match=r"wandb and mlflow, which are not installed: pip install wandb mlflow"):

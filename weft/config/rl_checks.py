@@ -128,8 +128,8 @@ def _server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
         instead = _SERVER_OPTIONS.get(name.replace("-", "_"))
         if instead is not None:
             yield "rollout.engine_kwargs", f"rollout.engine_kwargs contains `{name}`, which weft sets: {instead}."
-    given, problem = _given("rollout.engine", rollout.engine, ENGINES)
-    if problem or not (given or rollout.engine in ENGINES):
+    is_plugin, problem = _given("rollout.engine", rollout.engine, ENGINES)
+    if problem or not (is_plugin or rollout.engine in ENGINES):
         names = [*ENGINES, *(entry.name for entry in plugins(GROUPS["rollout.engine"]))]
         close = difflib.get_close_matches(rollout.engine, names, 1)
         yield (
@@ -401,10 +401,10 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
                     f"rl.reward contains {path!r}: write model:PATH, where PATH is a folder or hub id.",
                 )
             continue
-        given, problem = _given("rl.reward", path, BUILT_IN_REWARDS)
+        is_plugin, problem = _given("rl.reward", path, BUILT_IN_REWARDS)
         if problem:
             yield "rl.reward", problem
-        elif path not in BUILT_IN_REWARDS and not given and not IMPORT_PATH.fullmatch(path):
+        elif path not in BUILT_IN_REWARDS and not is_plugin and not IMPORT_PATH.fullmatch(path):
             names = [*BUILT_IN_REWARDS, *(entry.name for entry in plugins(GROUPS["rl.reward"]))]
             close = difflib.get_close_matches(path, names, 1)
             yield (
@@ -469,10 +469,10 @@ def _environment_problems(environment: str) -> Iterator[tuple[str, str]]:
             f"rl.environment is {environment}: write a Gymnasium id or an import path after the colon, as in "
             "gymnasium:FrozenLake-v1 or gymnasium:my_games:Maze.",
         )
-    given, problem = _given("rl.environment", environment)
+    is_plugin, problem = _given("rl.environment", environment)
     if problem:
         yield "rl.environment", problem
-    elif scheme not in ENVIRONMENT_SCHEMES and not given and not IMPORT_PATH.fullmatch(environment):
+    elif scheme not in ENVIRONMENT_SCHEMES and not is_plugin and not IMPORT_PATH.fullmatch(environment):
         yield (
             "rl.environment",
             f"rl.environment is {environment}, which is not an import path: write package.module:Name, as in "

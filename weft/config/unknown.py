@@ -76,8 +76,8 @@ def foreign_config(unknown: Sequence[Unknown], settings: Mapping[str, Any], sche
     drafted = (
         f"These look like keys of {trainer.title}: weft migrate FILE makes a draft of a weft config from them, and "
     )
-    here = getattr(schema, "command", "")
-    if task is None or (task.is_drafted and (task.kind == REINFORCEMENT or task.command == here)):
+    this_command = getattr(schema, "command", "")
+    if task is None or (task.is_drafted and (task.kind == REINFORCEMENT or task.command == this_command)):
         return messages(unknown), "", drafted + page
     if task.kind != REINFORCEMENT or "rl" not in sections(schema):
         return [], f"{places}: this is {task}", ""

@@ -96,7 +96,7 @@ def diagnose(
     order in which the launcher detected the failures. evidence: the launcher's observations.
     """
     errors = sorted((report for report in rank_reports if not report.is_verdict), key=lambda report: report.order)
-    unlike = _unlike_plans(evidence.records)
+    plan_difference = _unlike_plans(evidence.records)
     silent = _silent_rank(errors, exits)
     error = errors[0].message if errors and silent is None else ""
     if silent is not None:
@@ -106,14 +106,14 @@ def diagnose(
         assert errors, "a rank failed, left no report and was not stopped"
         first, rank = errors[0], errors[0].rank
         kind = first.kind
-        same = len(errors) == nproc and first.plain and len({r.message for r in errors}) == 1
-        title = "error: " if same else f"rank {rank} failed: "
-        stopped = 0 if same else nproc - 1
+        is_common = len(errors) == nproc and first.plain and len({r.message for r in errors}) == 1
+        title = "error: " if is_common else f"rank {rank} failed: "
+        stopped = 0 if is_common else nproc - 1
         text = explain(first, title, debug)
         if kind == "hang" or (first.is_consequence and evidence.states.keys() - {report.rank for report in errors}):
             kind, (rank, text) = "hang", explain_hang(errors, evidence, debug)
-    if unlike and kind in ("hang", "peer", "killed", "failed"):
-        kind, text = "disagree", f"{unlike}\n{text}"
+    if plan_difference and kind in ("hang", "peer", "killed", "failed"):
+        kind, text = "disagree", f"{plan_difference}\n{text}"
     if stopped:
         text += f"\n{stopped} other rank{'s were' if stopped != 1 else ' was'} stopped."
     record = evidence.records.get(rank) or next(iter(evidence.records.values()), FlightRecord())

@@ -471,10 +471,10 @@ def actor_group(
                 "num_cpus": bundles[number].cpus, "num_gpus": bundles[number].gpus, "max_restarts": 0,
                 "runtime_env": {"env_vars": {reports.FOLDER_VARIABLE: str(scratch), **env[number]}},
             }  # fmt: skip
-            place, index = (group.joined[number], 0) if number >= first else (placed, indices[number])
-            if place is not None:
+            placement_group, index = (group.joined[number], 0) if number >= first else (placed, indices[number])
+            if placement_group is not None:
                 options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    place, placement_group_bundle_index=index
+                    placement_group, placement_group_bundle_index=index
                 )
             if at_once > 1:
                 options["max_concurrency"] = at_once

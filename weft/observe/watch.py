@@ -97,8 +97,8 @@ def _head(reported: ReportedRun, lines: Sequence[Mapping[str, Any]]) -> list[tup
     if lines:
         last, total = lines[-1], int(reported.config.get("train", {}).get("steps") or 0)
         age = time.time() - (reported.folder / "metrics.jsonl").stat().st_mtime
-        of = f" of {total}" if total else ""
-        out.append((f"step     {last['step']}{of}; written {duration(age)} ago", ""))
+        total_text = f" of {total}" if total else ""
+        out.append((f"step     {last['step']}{total_text}; written {duration(age)} ago", ""))
     for role, words in _WAITS.items():
         keys = {f"{role}_time/{leaf}": word for leaf, word in words.items()}
         shares = {word: last_values(lines, key, _SHOWN) for key, word in keys.items()}
@@ -111,8 +111,10 @@ def _head(reported: ReportedRun, lines: Sequence[Mapping[str, Any]]) -> list[tup
     rl = reported.config.get("rl", {})
     if drawn and rl:
         count = int(rl["prompts_per_step"]) * int(rl["group_size"])
-        kept = 1 - sum(float(line["rollout/untrained"]) for line in drawn) / (count * len(drawn))
-        out.append((f"samples  {count} in a rollout step; {kept:.1%} of the last {len(drawn)} steps' are trained", ""))
+        trained_share = 1 - sum(float(line["rollout/untrained"]) for line in drawn) / (count * len(drawn))
+        out.append(
+            (f"samples  {count} in a rollout step; {trained_share:.1%} of the last {len(drawn)} steps' are trained", "")
+        )
     if len(reported.starts) > 1:
         began = datetime.fromisoformat(str(reported.starts[0]["started"]))
         hours = (datetime.now(UTC) - began).total_seconds()

@@ -282,8 +282,8 @@ def _logprobs_line(engine: Engine, dump: StepDump) -> str:
 def _numbers(computed: Computed, dump: StepDump) -> list[str]:
     rows = (("loss", computed.loss, dump.loss), ("gradient norm", computed.grad_norm, dump.grad_norm))
     return [
-        f"{name:<14} weft {ours:.8g}, the file {'none' if theirs is None else f'{theirs:.8g}'}"
-        for name, ours, theirs in rows
+        f"{name:<14} weft {weft_value:.8g}, the file {'none' if file_value is None else f'{file_value:.8g}'}"
+        for name, weft_value, file_value in rows
     ]
 
 

@@ -50,8 +50,8 @@ def run(options: PluginsOptions) -> None:
         for key, group in GROUPS.items():
             for entry in plugins(group):
                 say(f"{group.removeprefix('weft.'):<13} {entry.name:<20} {entry.value}  of {package_of(entry)}")
-                given = {"rollout.engine": ENGINES, "rl.reward": BUILT_IN_REWARDS}.get(key, ())
-                problem = "".join(shadowed(key, [entry.name], given))
+                built_in = {"rollout.engine": ENGINES, "rl.reward": BUILT_IN_REWARDS}.get(key, ())
+                problem = "".join(shadowed(key, [entry.name], built_in))
                 problem = UNUSABLE.get(entry.name, "") if key == "rl.algorithm" else problem
                 try:
                     load_plugin(entry, key)
@@ -95,9 +95,11 @@ def check_engine(name: str) -> None:
         sync(1)
         drawn = _sampled(engine, plain_model, 1)
         say(f"ok       {sum(len(c.tokens) for c in drawn)} tokens have the logprobs of plain transformers")
-        alone = [completion for n in range(len(_PROMPTS)) for completion in engine.generate([_request(n)])[0]]
+        single_completions = [
+            completion for n in range(len(_PROMPTS)) for completion in engine.generate([_request(n)])[0]
+        ]
         _require(
-            [c.tokens for c in alone] == [c.tokens for c in drawn],
+            [c.tokens for c in single_completions] == [c.tokens for c in drawn],
             "a request that is generated alone has other tokens than in a batch: a sample must depend only on its seed",
         )
         say("ok       samples depend on their seeds, not on the batch")
@@ -184,8 +186,8 @@ def check_environment(name: str, row: Mapping[str, Any]) -> None:
                 _require(turn == 0 or isinstance(reply, Reply), f"{kind.__name__}.step returned {reply!r:.60}")
                 replies.append(None if reply is None else plain(reply))
                 if turn and not reply.done:
-                    given = reply.messages or reply.text is not None or reply.tokens is not None
-                    _require(bool(given), "step() returned no reply and was not done")
+                    has_content = reply.messages or reply.text is not None or reply.tokens is not None
+                    _require(bool(has_content), "step() returned no reply and was not done")
                 if turn and reply.done:
                     break
             _, error = await worker.ask(("close", (), _SECONDS), _SECONDS + 1)
@@ -197,16 +199,16 @@ def check_environment(name: str, row: Mapping[str, Any]) -> None:
     async def play() -> list[list[Reply | None]]:
         pool = EnvironmentPool(name)
         try:
-            both = await asyncio.gather(conversation(pool), conversation(pool))
-            return [*both, await conversation(pool)]
+            conversations = await asyncio.gather(conversation(pool), conversation(pool))
+            return [*conversations, await conversation(pool)]
         finally:
             await pool.close()
 
-    first, second, again = asyncio.run(play())
+    first, second, repeated = asyncio.run(play())
     say(f"ok       {name} replied {len(first) - 1} times, in separate processes")
     rewards = [reply.reward for reply in first if reply is not None and reply.reward is not None]
     _require(kind.gives_reward or not rewards, "replies have rewards, but the class does not set gives_reward = True")
-    if first == second == again:
+    if first == second == repeated:
         say("ok       the same row and the same answers give the same replies")
     else:
         say("warning  replies differ between conversations: runs cannot be repeated")
@@ -215,8 +217,10 @@ def check_environment(name: str, row: Mapping[str, Any]) -> None:
 def check_reward(name: str, row: Mapping[str, Any]) -> None:
     """Score placeholder answers of one row, in a process like a run's; twice, and in another order."""
     columns = {key: value for key, value in row.items() if key != "prompt"}
-    asked: Sequence[Sequence[str]] = (_ANSWERS, _ANSWERS, _ANSWERS[::-1])
-    first, second, reverse = (try_rewards([name], texts, prompt=row.get("prompt", ""), **columns) for texts in asked)
+    answer_orders: Sequence[Sequence[str]] = (_ANSWERS, _ANSWERS, _ANSWERS[::-1])
+    first, second, reverse = (
+        try_rewards([name], texts, prompt=row.get("prompt", ""), **columns) for texts in answer_orders
+    )
     errors = [line["errors"] for line in first if line["errors"]]
     _require(not errors, f"it fails: {errors[:1]}")
     say(f"ok       {name} scores {len(first)} answers: {', '.join(str(line['reward']) for line in first)}")

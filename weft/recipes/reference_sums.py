@@ -71,13 +71,13 @@ class ReferenceSums(FrozenReadings):
         """[indices] fp64: the sums of these documents of a data set. Raises RuntimeError for a document that is in no
         cache. Collective."""
         chosen = torch.tensor(indices, dtype=torch.int64)
-        known = self.sums[name]
+        cached = self.sums[name]
         if missing := self.missing(name, indices):
             values = self.read_of(name, missing)
             if self.config.preference.cache == "off":
                 return values[torch.searchsorted(torch.tensor(missing), chosen)]
-            known[missing] = values
-        return known[chosen]
+            cached[missing] = values
+        return cached[chosen]
 
     def missing(self, name: str, indices: Sequence[int]) -> list[int]:
         """The documents among these whose sums are not cached; each once, in order."""
@@ -99,10 +99,10 @@ class ReferenceSums(FrozenReadings):
                 sums = read_sums(self.engine, documents)
             if len(bad := (~sums.isfinite()).nonzero()[:, 0]):
                 sources = ", ".join(first_sources(documents, bad[:4].tolist()))
-                more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+                others_text = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
                 raise FloatingPointError(
                     f"the reference ({self.engine.config.model.path}) computes log probabilities that are not finite, "
-                    f"for documents {sources}{more}. Check its weights, or set reference.param_dtype=fp32."
+                    f"for documents {sources}{others_text}. Check its weights, or set reference.param_dtype=fp32."
                 )
         return sums
 

@@ -48,7 +48,7 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
         if options.json:
             return
         rows = _rows(config, engine, ranks)
-        rollout, apart = _rollout_row(config, engine), engine.planner.apart
+        rollout, why_not_shared = _rollout_row(config, engine), engine.planner.apart
     rows += _separate_rows(config, options)
     show(engine_table([*rows, rollout]))
     lines = [*device_lines(config), *note_on_staleness(config), *(f"reward   {line}" for line in rewards.lines())]
@@ -57,7 +57,9 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
         lines.append(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
     if config.rl.agent is not None:
         lines.append(f"agent    {config.rl.agent}, not run in a dry run; up to {config.rl.max_turns} calls in a run")
-    say_folded([*lines, *([f"prompts  not read: {unread}"] if task is None else _task_lines(config, task, apart))])
+    say_folded(
+        [*lines, *([f"prompts  not read: {unread}"] if task is None else _task_lines(config, task, why_not_shared))]
+    )
 
 
 async def _try(rewards: Rewards, task: RlTask | None) -> list[str]:
@@ -101,10 +103,11 @@ def _sharing_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
         return [f"shared   nothing: every answer is forwarded with its prompt ({apart})"]
     prompts = sum(len(prompt.tokens) for prompt in task.prompts) / max(1, len(task.prompts))
     answers, group = config.rollout.max_new_tokens, config.rl.group_size
-    most, least = (1 - (prompts + group * n) / (group * (prompts + n)) for n in (answers / 10, answers))
+    most_saved, least_saved = (1 - (prompts + group * n) / (group * (prompts + n)) for n in (answers / 10, answers))
     return [
         f"shared   a prompt of {prompts:,.0f} tokens on average is forwarded once for its {counted(group, 'answer')}: "
-        f"{least:.0%} fewer tokens per update if answers have rollout.max_new_tokens, {most:.0%} if they have a tenth"
+        f"{least_saved:.0%} fewer tokens per update if answers have rollout.max_new_tokens, {most_saved:.0%} if they "
+        f"have a tenth"
     ]
 
 
@@ -152,8 +155,8 @@ def _separate_rows(config: RlConfig, options: RlOptions) -> list[EngineRow]:
             else:
                 engine = _MAKERS[role](config, ranks, weights=False)
             assert engine is not None
-            memory, some = engine.memory, f"alone on devices {show_devices(lists[device_role(role)])}"
-            rows.append(EngineRow(role, memory.weights, memory.gradients, memory.optimizer, memory.gathered, some))
+            memory, note = engine.memory, f"alone on devices {show_devices(lists[device_role(role)])}"
+            rows.append(EngineRow(role, memory.weights, memory.gradients, memory.optimizer, memory.gathered, note))
     return rows
 
 
@@ -179,6 +182,6 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
         copy = byte_count(sum(tensor.nbytes for tensor in manifest.values()))
         return EngineRow("rollout", note=f"{rollout.num_engines} separate processes: {copy} each, and a cache")
     embedded = EmbeddedEngine(policy)
-    held = "a full copy" if embedded.copies_base else "adapters, with the policy's base"
-    note = f"{held}, and a cache of up to {cache} ({rollout.kv_cache_tokens:,} tokens)"
+    content = "a full copy" if embedded.copies_base else "adapters, with the policy's base"
+    note = f"{content}, and a cache of up to {cache} ({rollout.kv_cache_tokens:,} tokens)"
     return EngineRow("rollout", embedded.bytes, note=note)

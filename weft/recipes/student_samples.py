@@ -54,25 +54,25 @@ class StudentSampler:
         ranks, seed, out = self.engine.ranks, self.config.train.seed, list(documents)
         chosen = chosen_of_step(seed, step, len(out), self.config.distill.on_policy)
         local = chosen[ranks.rank :: ranks.world]
-        requests = {place: self._request(step, place, out[place]) for place in local}
-        requests = {place: request for place, request in requests.items() if request.sampling.max_new_tokens > 0}
+        requests = {index: self._request(step, index, out[index]) for index in local}
+        requests = {index: request for index, request in requests.items() if request.sampling.max_new_tokens > 0}
         self.embedded.wake(generates=bool(requests))
         completions = self.embedded.generate(list(requests.values())) if requests else []
         self.embedded.sleep()
         sampled = {
-            place: (len(request.tokens), [*request.tokens, *completion.tokens])
-            for (place, request), (completion,) in zip(requests.items(), completions, strict=True)
+            index: (len(request.tokens), [*request.tokens, *completion.tokens])
+            for (index, request), (completion,) in zip(requests.items(), completions, strict=True)
         }
         parts: list[dict[int, tuple[int, list[int]]]] = [{} for _ in range(ranks.world)]
         dist.all_gather_object(parts, sampled, group=ranks.group)
-        for place, (prompt, tokens) in sorted(item for part in parts for item in part.items()):
-            given = out[place]
+        for index, (prompt, tokens) in sorted(item for part in parts for item in part.items()):
+            original = out[index]
             weights = torch.cat([torch.zeros(prompt), torch.ones(len(tokens) - prompt)])
-            source = f"{given.source} (sampled)"
-            out[place] = Document(torch.tensor(tokens), weights, source=source, dataset=given.dataset)
+            source = f"{original.source} (sampled)"
+            out[index] = Document(torch.tensor(tokens), weights, source=source, dataset=original.dataset)
         return out
 
-    def _request(self, step: int, place: int, document: Document) -> Request:
+    def _request(self, step: int, index: int, document: Document) -> Request:
         """The prompt of the document's last answer: the tokens before its last run of trained tokens."""
         distill, is_trained = self.config.distill, document.weights.numpy() != 0
         last = int(np.flatnonzero(is_trained)[-1])
@@ -80,7 +80,7 @@ class StudentSampler:
         prompt = document.tokens[: max(1, int(before[-1]) + 1 if len(before) else 0)].tolist()
         room = min(distill.max_new_tokens, self.limit - len(prompt))
         sampling = SamplingParams(room, distill.sampling_temperature, ends=self.ends)
-        seed = seed_of(self.config.train.seed, f"on_policy:{step}:{place}", 0)
+        seed = seed_of(self.config.train.seed, f"on_policy:{step}:{index}", 0)
         return Request(f"{document.source}, step {step}", tuple(prompt), (seed,), sampling)
 
 

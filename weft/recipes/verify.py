@@ -176,9 +176,9 @@ def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
     """A line for each feature of the config that rounds, and the computation with which it is compared. steps: whether
     compare_steps compares steps with master weights in bf16."""
     master, base = DTYPES[config.fsdp.master_dtype], config.lora.base
-    same = "compared with one process that rounds in the same way"
+    rounding_reference = "compared with one process that rounds in the same way"
     lines = [
-        f"lossy    optimizer: {part}; {same}"
+        f"lossy    optimizer: {part}; {rounding_reference}"
         for part in lossy_parts(config.optimizer, master if steps else torch.float32)
     ]
     if not steps and master == torch.bfloat16:
@@ -186,9 +186,9 @@ def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
             "lossy    master weights in bf16: not exact; `weft verify` compares them only with a config of sft"
         )
     if config.model.transforms:
-        here = "layers and model compared with plain ones that round in the same way"
-        there = "`weft verify` compares them only with a config of sft"
-        lines.append(f"lossy    'model.transforms=[fp8]': not exact; {here if steps else there}")
+        layers_compared = "layers and model compared with plain ones that round in the same way"
+        sft_only = "`weft verify` compares them only with a config of sft"
+        lines.append(f"lossy    'model.transforms=[fp8]': not exact; {layers_compared if steps else sft_only}")
     if config.lora.on and base != "compute":
         lines.append(f"lossy    lora.base={base}: not exact; compared with peft over a base rounded in the same way")
     return lines
@@ -266,8 +266,8 @@ def check_reward(config: Any, subject: VerifiedModel, ranks: Ranks, options: Ver
     documents = recipe.prepared(answer_data(engine, steps, exact.reward, images))
     prepared = RecipeSteps(engine, recipe, documents, counts, paired=recipe.pairs is not None)
     figures, worst = verify_reward(engine, subject.path, prepared, steps, exact.reward, LEARNING_RATE, images)
-    seen = ", with images" * bool(images)
-    remarks = [f"reward   {exact.reward.loss}{seen}, in fp32", *lossy_features(config, steps=False)]
+    image_words = ", with images" * bool(images)
+    remarks = [f"reward   {exact.reward.loss}{image_words}, in fp32", *lossy_features(config, steps=False)]
     return Verdict(figures, worst, remarks) if figures else None
 
 
@@ -280,8 +280,8 @@ def _joined(verdict: Verdict | None, figures: Sequence[Figure], worst: Sequence[
     """The verdict of `check`, followed by the figures of a loss; None except on the first rank."""
     if verdict is None:
         return None
-    remarks, most = [*verdict.remarks, remark], worst_five([*worst, *verdict.worst])
-    return replace(verdict, figures=[*figures, *verdict.figures], worst=most, remarks=remarks)
+    remarks, worst_parameters = [*verdict.remarks, remark], worst_five([*worst, *verdict.worst])
+    return replace(verdict, figures=[*figures, *verdict.figures], worst=worst_parameters, remarks=remarks)
 
 
 def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
@@ -320,8 +320,8 @@ def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options
         del engine, recipe, prepared, reference
     verdict = check(config, subject, ranks, options)
     losses, against = " + ".join(exact.preference.losses), exact.reference.path or "the model before training"
-    seen = ", with images" * bool(images)
-    remark = f"dpo      {losses}{f' against {against}' if exact.preference.has_reference else ''}{seen}, in fp32"
+    image_words = ", with images" * bool(images)
+    remark = f"dpo      {losses}{f' against {against}' if exact.preference.has_reference else ''}{image_words}, in fp32"
     return _joined(verdict, figures, worst, remark)
 
 

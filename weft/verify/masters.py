@@ -85,12 +85,12 @@ class MasterReference:
             largest = float((expected.float() - self.before[name].float()).abs().max())
             off = (actual.float() - expected.float()).abs()
             neighbour = torch.maximum(actual.abs(), expected.abs()).float() * torch.finfo(master.dtype).eps
-            share, apart = (
+            share, distance = (
                 float((off > 0).double().mean()),
                 float(((off - neighbour).max() / (largest or 1.0)).clamp(0)),
             )
             muon = isinstance(self.optimizer, PlainMuon)
-            yield Figure(name, share, MUON if muon else SHARE), Figure(name, apart, MUON if muon else SMALL)
+            yield Figure(name, share, MUON if muon else SHARE), Figure(name, distance, MUON if muon else SMALL)
             master.copy_(actual)
         self.before = weights
 
@@ -100,7 +100,7 @@ def compare_steps(engine: Engine, path: str, steps: Sequence[Step], lr: float) -
     has the weights at `path`. Collective."""
     randomize_adapters(engine)
     start, facts, eps = _weights(engine), engine.built.flops, torch.finfo(engine.precision.master).eps
-    losses, gradients, norms, shares, apart = (list[Figure]() for _ in range(5))
+    losses, gradients, norms, shares, distances = (list[Figure]() for _ in range(5))
     with saved_adapter(engine) as adapter:
         reference = None
         if engine.ranks.is_first:
@@ -127,7 +127,7 @@ def compare_steps(engine: Engine, path: str, steps: Sequence[Step], lr: float) -
             reference.update(actual, norm, lr)
             for share, distance in reference.follow(weights):
                 shares.append(share)
-                apart.append(distance)
+                distances.append(distance)
     if reference is None:
         return []
     masters = f"masters in {str(engine.precision.master).removeprefix('torch.')}"
@@ -139,7 +139,7 @@ def compare_steps(engine: Engine, path: str, steps: Sequence[Step], lr: float) -
     ]
     if reference.exact:
         return [*compared[:3], replace(compared[3], tolerance=0.0)]
-    return [*compared, worst_of(f"{masters}: weights beyond rounding", apart)]
+    return [*compared, worst_of(f"{masters}: weights beyond rounding", distances)]
 
 
 def rounds_steps(config: OptimizerConfig, master: torch.dtype) -> bool:

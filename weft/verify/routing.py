@@ -185,14 +185,18 @@ class Replay:
         if segments is not None:  # documents that begin with a segment and its path all have the same routes there
             cut = 0 if bounds.context is None else len(bounds.context.ranges_by_rank[bounds.context.axis.rank])
             parts = [part for part in parts if part[0][1] is not None]
-        for same in parts:
+        for document_pieces in parts:
             document, counts = next(
-                ((k, h) for k in self._documents if all(h := [_tokens_of(piece, k, first) for piece, first in same])),
-                (None, [0] * len(same)),
+                (
+                    (k, h)
+                    for k in self._documents
+                    if all(h := [_tokens_of(piece, k, first) for piece, first in document_pieces])
+                ),
+                (None, [0] * len(document_pieces)),
             )
-            state.documents += [document] * len(same)
+            state.documents += [document] * len(document_pieces)
             state.counts += counts
-            state.firsts += [first or 0 for _, first in same]
+            state.firsts += [first or 0 for _, first in document_pieces]
         for segment in range(cut, len(pieces)) if segments is not None else ():
             path = tuple(rows[0][segments.path_tokens(segment)].tolist())
             state.documents.append(next((k for k in self._documents if k[: len(path)] == path), None))

@@ -75,12 +75,12 @@ def _name(group: Sequence[SampleLife]) -> str:
 
 
 def _bars(life: SampleLife) -> list[_Bar]:
-    bars, at = [], life.queued
+    bars, start = [], life.queued
     for index, call in enumerate(life.calls):
-        bars.append(_Bar(at, call.queued, "environment or agent" if index else "waits for an engine"))
+        bars.append(_Bar(start, call.queued, "environment or agent" if index else "waits for an engine"))
         bars += [_Bar(call.queued, call.began, "waits for an engine"), _Bar(call.began, call.ended, "generated")]
-        at = call.ended
-    bars += [_Bar(at, life.ended, "environment or agent"), _Bar(life.ended, life.rewarded, "rewards")]
+        start = call.ended
+    bars += [_Bar(start, life.ended, "environment or agent"), _Bar(life.ended, life.rewarded, "rewards")]
     bars += [] if life.trained is None else [_Bar(life.rewarded, life.trained, "until trained")]
     return [bar for bar in bars if bar.ended > bar.began]
 

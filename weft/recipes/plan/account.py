@@ -58,17 +58,17 @@ class Situation:
             engine = replace(engine, model=replace(engine.model, recompute="none"))
         usual = ACCELERATORS["h100-80gb"]
         if assumed is None:
-            own = choose_device(device, 0)
-            room = capacity(own, world if own.type == "cpu" else 1)
-            if own.type == "cuda":
-                properties = torch.cuda.get_device_properties(own)
+            torch_device = choose_device(device, 0)
+            room = capacity(torch_device, world if torch_device.type == "cpu" else 1)
+            if torch_device.type == "cuda":
+                properties = torch.cuda.get_device_properties(torch_device)
                 assumed = Accelerator(usual.name, room, (properties.major, properties.minor))
         else:
             room = assumed.memory
         model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
         mesh = resolve_mesh(engine.mesh, world)
-        others = config if isinstance(config, RlConfig | DpoConfig | DistillConfig) else None
-        rows = [] if others is None else Beside(others, model, world, "cpu", assumed).rows(mesh)
+        other_models = config if isinstance(config, RlConfig | DpoConfig | DistillConfig) else None
+        rows = [] if other_models is None else Beside(other_models, model, world, "cpu", assumed).rows(mesh)
         machine = replace(machine_of(usual), accelerator=replace(usual, memory=room))
         return Situation(config, model, mesh, machine, room, sum(row.resident for row in rows))
 
@@ -177,25 +177,25 @@ def knobs(situation: Situation) -> list[Knob]:
     options: list[Knob] = []
 
     def add(override: str, choice: Choice, mesh: MeshSizes | None = None) -> None:
-        memory, other = situation.memory_and_seconds(choice, budget, mesh)
-        saved, slower, exact = now.fullest - memory.fullest, other / seconds - 1.0, not choice.lossy(stated)
+        memory, token_seconds = situation.memory_and_seconds(choice, budget, mesh)
+        saved, slower, exact = now.fullest - memory.fullest, token_seconds / seconds - 1.0, not choice.lossy(stated)
         options.append(Knob(override, saved, slower, "" if exact else "not exact", exact))
 
     smaller = max(budget // 2, -(-(situation.stated_longest or 0) // situation.parts))
     step = replace(situation.config.step, max_tokens_per_device=smaller)
     if 4 <= smaller < budget and not check_config(replace(situation.config, step=step)):
         length = situation.longest(smaller)  # in both cases, because attention costs more in longer documents
-        memory, other = situation.memory_and_seconds(stated, smaller, length=length)
-        slower = other / situation.memory_and_seconds(stated, budget, length=length)[1] - 1.0
+        memory, smaller_seconds = situation.memory_and_seconds(stated, smaller, length=length)
+        slower = smaller_seconds / situation.memory_and_seconds(stated, budget, length=length)[1] - 1.0
         note = "" if situation.stated_longest else f"if no document is longer than {length} tokens"
         options.append(Knob(f"step.max_tokens_per_device={smaller}", now.fullest - memory.fullest, slower, note))
-    seen = set[tuple[str, ...]]()
+    tried = set[tuple[str, ...]]()
     for group in choices(config, adapters=situation.model.built.lora is not None):
         for choice in (option for by_time in group for option in by_time):
             changes = tuple(choice.overrides(config))
-            if len(changes) != 1 or changes in seen or check_config(choice.apply(situation.config)):
+            if len(changes) != 1 or changes in tried or check_config(choice.apply(situation.config)):
                 continue
-            seen.add(changes)
+            tried.add(changes)
             add(changes[0], choice)
     if situation.mesh.dp_replicate > 1:
         shards = situation.mesh.dp_replicate * situation.mesh.dp_shard
@@ -240,9 +240,9 @@ def account_lines(config: SftConfig | RlConfig, world: int, device: Device) -> I
     yield f"         at the fullest {byte_count(total)}; a rank has {byte_count(situation.room)}"
     if memory.unknown:
         yield f"         without activations, which weft cannot estimate for this model ({memory.unknown})"
-    found = knobs(situation)[:_SHOWN]
-    yield "cheapest settings that save memory, each by itself:" if found else "no setting saves much"
-    for knob in found:
+    proposals = knobs(situation)[:_SHOWN]
+    yield "cheapest settings that save memory, each by itself:" if proposals else "no setting saves much"
+    for knob in proposals:
         cost = "no slower" if knob.slower < 0.005 else f"{knob.slower:.0%} slower"
         note = f" ({knob.note})" if knob.note else ""
         yield f"         {knob.override} saves {byte_count(knob.saved)}, {cost}{note}"

@@ -226,8 +226,8 @@ class Beside:
                 EngineRow("copy that samples", copy, note="before each step (distill.on_policy), with a KV cache")
             )
         if isinstance(self.config, RlConfig):
-            apart = own_ranks(self.config).keys() - shared_with_trainers(self.config)
-            rows += [EngineRow(role, note=where_separate(self.config, role)) for role in sorted(apart)]
+            separate_roles = own_ranks(self.config).keys() - shared_with_trainers(self.config)
+            rows += [EngineRow(role, note=where_separate(self.config, role)) for role in sorted(separate_roles)]
         return rows
 
     def _head_bytes(self, model: ModelBeside, blueprint: Blueprint | None, tp: int) -> int:

@@ -363,10 +363,10 @@ class Blueprint:
         fewest = min((int(child.num_experts) for child in self.experts.values()), default=0)
         if self.experts and fewest < mesh.ep:
             raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
-        alike = min(mesh.ep, _EXPERT_RANKS)  # one check for all larger ep: a small copy has no more experts
-        if alike not in self._experts_checked:
+        checked_ranks = min(mesh.ep, _EXPERT_RANKS)  # one check for all larger ep: a small copy has no more experts
+        if checked_ranks not in self._experts_checked:
             check_experts(self.checked, self.built.support, mesh.ep)
-            self._experts_checked.add(alike)
+            self._experts_checked.add(checked_ranks)
 
 
 def _pattern(name: str) -> str:

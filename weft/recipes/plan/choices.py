@@ -90,8 +90,8 @@ def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
     shards, on the host; and lossy settings, alone and combined. adapters: whether LoRA adapters are trained."""
     base = Choice.of(config)
     policies = (*POLICIES, *([] if base.recompute in POLICIES else [base.recompute]))
-    whole = config.model.compile is True or config.lora.dropout > 0
-    tiles = dict.fromkeys((base.tile, None if whole else base.tile or AUTO_TILE))
+    is_untiled = config.model.compile is True or config.lora.dropout > 0
+    tiles = dict.fromkeys((base.tile, None if is_untiled else base.tile or AUTO_TILE))
     stored = [
         [
             replace(base, recompute=policy, tile=tile, offload=offload)
@@ -104,7 +104,12 @@ def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
     if adapters and base.base == "compute":
         lossy += [{"base": "nf4"}, *(options | {"base": "nf4"} for options in lossy)]
     on_host: list[dict[str, Any]] = [{"cpu_offload": "optimizer"}, {"cpu_offload": True}]
-    for options in [{}, *([] if base.cpu_offload else on_host), *lossy, *(one | on_host[1] for one in lossy)]:
+    for options in [
+        {},
+        *([] if base.cpu_offload else on_host),
+        *lossy,
+        *(options_alone | on_host[1] for options_alone in lossy),
+    ]:
         yield [[replace(choice, **options) for choice in by_time] for by_time in stored]
 
 

@@ -105,17 +105,17 @@ class Holdings:
         _, kinds = model.kinds(self.mesh.tp)
         for facts in model.units(self.mesh.tp, spread=self.mesh.ep > 1):
             several = self._count(facts, coordinates.pp)
-            own = [(parts[kinds[i]], model.weights[i]) for i in facts.weights if self._has(i, coordinates.pp)]
-            if not several or not own:
+            local = [(parts[kinds[i]], model.weights[i]) for i in facts.weights if self._has(i, coordinates.pp)]
+            if not several or not local:
                 continue
             shards, index = self._sharding(facts.shard, coordinates)
-            for shape, weight in own:
+            for shape, weight in local:
                 count = shard_elements(shape, shards, index) * several
                 weights += count * weight.itemsize
                 trained += count * weight.trained * state.trained
                 if weight.trained and state.trained:
                     moments += self._state_bytes(weight.name, weight.shape, count)
-            units.append(_unit(facts, several, own, shards, state.precision.compute.itemsize))
+            units.append(_unit(facts, several, local, shards, state.precision.compute.itemsize))
         average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
         master = state.precision.master.itemsize
         return RankShare(coordinates, round(weights), trained * master, moments, trained * average, tuple(units))

@@ -106,9 +106,9 @@ def _path(planner: StepPlanner, read: int, prefix: int, document: int, group: in
 
 def planner_of(model: Blueprint, mesh: MeshSizes) -> StepPlanner:
     """The planner of the first rank of a mesh."""
-    ulysses, nobody, context = model.ulysses(mesh.cp, mesh.tp), MetaCommunicator(1), None
+    ulysses, no_ranks, context = model.ulysses(mesh.cp, mesh.tp), MetaCommunicator(1), None
     if ulysses is not None:
-        context = CPAxis(0, mesh.cp // ulysses, ulysses, nobody, nobody, nobody)
+        context = CPAxis(0, mesh.cp // ulysses, ulysses, no_ranks, no_ranks, no_ranks)
     multiple = mesh.tp if model.sequence(mesh.tp) else 1
     ranks = mesh.dp_replicate * mesh.shards
     return StepPlanner(model.config.step, (0, ranks), model.built, context, multiple, has_cp=mesh.cp > 1)

@@ -107,17 +107,17 @@ def search(problem: Search) -> SearchResult:
     rows_of = partial(_rows, problem, dict[object, tuple[StepPlan, RowFacts]]())
     room = problem.machine.accelerator.memory * problem.machine.usable
     slower: list[Proposal] = []
-    for could_fit, most in ((True, _MOST_TRIED), (False, _MOST_TRIED // 10)):
+    for could_fit, limit in ((True, _MOST_TRIED), (False, _MOST_TRIED // 10)):
         bounds = [] if result.best else [(_least_seconds(problem, mesh), mesh) for mesh in meshes(problem, could_fit)]
         result.meshes += len(bounds)
-        for lower_bound, mesh in sorted(bounds, key=lambda pair: pair[0])[:most]:
+        for lower_bound, mesh in sorted(bounds, key=lambda pair: pair[0])[:limit]:
             done = len(result.best) == BEST and not result.best[-1].lossy
             if done and lower_bound >= result.best[-1].time.seconds:
                 break
             result.tried += 1
             try:
-                config, few = _check(problem, mesh), len(bounds) < BEST
-                proposals = _proposals(problem, mesh, config, rows_of, room, variants, known, every_policy=few)
+                config, needs_more = _check(problem, mesh), len(bounds) < BEST
+                proposals = _proposals(problem, mesh, config, rows_of, room, variants, known, every_policy=needs_more)
             except UserError as error:
                 reason = first_line(error)
                 result.refused[reason] = result.refused.get(reason, 0) + 1

@@ -114,9 +114,9 @@ def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, step: Step) -> 
     with Watch(engine, readings.models, readings.held) as watch:
         rows = readings.read(engine, plan, documents, rows)
         engine.accumulate(plan, rows, step.objective)
-        held = held_by(engine) | {"beside": readings.held}
-        persistent = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held.items()}
-        del held
+        tensors_by_class = held_by(engine) | {"beside": readings.held}
+        persistent = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in tensors_by_class.items()}
+        del tensors_by_class
         engine.apply(1e-5)
     return persistent, watch
 
@@ -136,10 +136,10 @@ def simulated_documents(step: Step) -> list[Document]:
     """The documents of a step. Plain documents of one length are the same object, because tokens do not matter."""
     like: dict[int, Document] = {}
     for length in set(step.lengths):
-        ones, weights = torch.ones(length), torch.ones(length)
+        unit_array, weights = torch.ones(length), torch.ones(length)
         if step.scored:
             weights[:-1] = 0.0
-        like[length] = Document(ones.long(), weights, arrays=dict.fromkeys(step.arrays, ones))
+        like[length] = Document(unit_array.long(), weights, arrays=dict.fromkeys(step.arrays, unit_array))
     if step.group == 1:
         return [like[length] for length in step.lengths]
     documents = []

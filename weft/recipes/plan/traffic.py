@@ -133,7 +133,7 @@ def _of_tp(
     joined = [name for name in styles.joined if model.layer_of(name) in layers]
     tokens = load.tokens * hidden
     blocks = len(regions) * load.micro_batches
-    again = _forwards(recompute) - 1.0
+    recomputed = _forwards(recompute) - 1.0
 
     def transfer(name: str, kind: Kind, payload: float, calls: float, phase: Phase) -> Transfer:
         return Transfer(name, kind, "tp", mesh.tp, 1, payload, calls, phase)
@@ -141,14 +141,18 @@ def _of_tp(
     kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if sequence else ("all-reduce",)
     ends = 0 if _norm_follows(model) else len(layers) * load.micro_batches  # backward does not need a layer's last sum
     for kind in kinds:
-        repeated = again * (blocks - (ends if kind == kinds[-1] else 0))
+        repeated = recomputed * (blocks - (ends if kind == kinds[-1] else 0))
         yield transfer("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
         yield transfer("hidden states of blocks", kind, tokens, blocks, "backward")
     for name in joined:
         width = sum(part.size for part in styles.joined[name].segments)
         payload_of_norm = load.tokens * width * size / load.micro_batches
         yield transfer(
-            "queries and keys of a norm", "all-gather", payload_of_norm, load.micro_batches * (1 + again), "forward"
+            "queries and keys of a norm",
+            "all-gather",
+            payload_of_norm,
+            load.micro_batches * (1 + recomputed),
+            "forward",
         )
         yield transfer("queries and keys of a norm", "all-reduce", payload_of_norm, load.micro_batches, "backward")
     if first:
@@ -222,13 +226,13 @@ def _of_experts(
     layers = sum(model.layer_of(name) in stage_layers for name in model.experts)
     size = model.setup.precision.compute.itemsize
     rows, calls = load.tokens / load.micro_batches * rows_of_a_token(model), layers * load.micro_batches
-    back = rows * model.text.hidden_size * size
-    there = back + rows * size  # with the weights of the rows
+    returned_bytes = rows * model.text.hidden_size * size
+    sent_bytes = returned_bytes + rows * size  # with the weights of the rows
     # Outputs of experts are not stored, so a recomputed layer ends before it. Shared experts come after them.
     forwards = _forwards(recompute)
     for name, payload, times in (
-        ("rows to experts", there, forwards),
-        ("rows from experts", back, forwards if model.has_shared_experts else 1.0),
+        ("rows to experts", sent_bytes, forwards),
+        ("rows from experts", returned_bytes, forwards if model.has_shared_experts else 1.0),
     ):  # fmt: skip
         yield Transfer(name, "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * times, "forward")
         yield Transfer(name, "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls, "backward")
@@ -254,6 +258,6 @@ def _of_stages(model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Loa
             calls = load.micro_batches if distance else 0
             yield Transfer(name, "send", "pp", mesh.pp, stride * distance, payload, calls, phase, True)
     tied = sum(shard_elements(w.shape, mesh.shards, 0) for w in model.shared(mesh.pp, pp_rank)) / mesh.tp
-    far = stride * (mesh.pp - 1)
+    rank_distance = stride * (mesh.pp - 1)
     size = model.setup.precision.master.itemsize
-    yield Transfer("gradient of the tied embedding", "send", "pp", mesh.pp, far, tied * size, 1, "step")
+    yield Transfer("gradient of the tied embedding", "send", "pp", mesh.pp, rank_distance, tied * size, 1, "step")
