@@ -535,6 +535,8 @@ def test_missing_data_and_model_name_their_neighbours() -> None:
     assert "data.path dd.jsonl does not exist; it must be a local file, or a dataset on the hub" in message
     assert message.endswith("Did you mean d.jsonl?")
     assert "data.path d*.json: no file in " in refused("data.path=d*.json")
+    Path("LICENSE").write_text("")
+    assert "Did you mean" not in refused("data.path=nope")  # a name without an ending is not like every other
     assert "data.path m is a folder" in refused("data.path=m")
     assert "model.path ./mm does not exist" in refused("model.path=./mm")
     assert "model.path d.jsonl is a file" in refused("model.path=d.jsonl")

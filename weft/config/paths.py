@@ -119,7 +119,7 @@ def near_names(file: Path, folders: bool = False) -> str:
     entries = (entry for entry in file.parent.iterdir() if not entry.name.startswith("."))
     names = [entry.name for entry in entries if os.path.isdir(entry) == folders and entry.name != file.name]
     close = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
-    if not close and not folders:
+    if not close and not folders and file.suffix:  # files of the same type
         close = sorted(name for name in names if Path(name).suffix == file.suffix)[:3]
     return f" Did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
 
