@@ -68,10 +68,10 @@ def test_what_a_config_names_that_is_not_there(override: str, words: str, tmp_pa
 
 def test_a_run_of_another_command_is_not_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\n")
-    with pytest.raises(UserError, match=f"it is a run of weft sft: weft sft --resume {tmp_path}"):
+    with pytest.raises(UserError, match=f"weft sft wrote this run: use weft sft --resume {tmp_path}"):
         written_config(str(tmp_path), RlConfig)
     (tmp_path / "config.yaml").write_text("rl: {prompts: 3}\n")
-    with pytest.raises(UserError, match=f"it is a run of weft rl: weft rl --resume {tmp_path}"):
+    with pytest.raises(UserError, match=f"weft rl wrote this run: use weft rl --resume {tmp_path}"):
         written_config(str(tmp_path), SftConfig)
 
 

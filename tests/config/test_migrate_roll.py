@@ -475,7 +475,10 @@ def test_devices_that_overlap_are_named_with_who_wants_them(tmp_path: Path) -> N
     lists = {"trainer": "0-11", "rollout": "12-15", "reference": "14-17"}
     assert draft["cluster"] == {"devices": lists} and "reference" not in draft
     _, differs = drafted(tmp_path, kl + reference, separate)
-    assert differs["devices of engines and reference"] == "both on 14-15 -> 4 for engines and 4 separate ones for reference"
+    assert (
+        differs["devices of engines and reference"]
+        == "both on 14-15 -> 4 for engines and 4 separate ones for reference"
+    )
 
 
 REFERENCE = """

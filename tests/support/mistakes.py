@@ -156,7 +156,7 @@ OF_THE_COMMAND = [
     Mistake("resuming what is not there", ["sft", "--resume", "ruin"], ["--resume ruin: it does not exist"], sft()),
     Mistake("resuming a folder that is no run", ["sft", "--resume", "tiny"], ["contains no config.yaml"], sft()),
     Mistake("resuming a run of another command", ["rl", "--resume", "run"],
-            ["it is a run of weft sft: weft sft --resume run"], sft(), files={"run/config.yaml": SFT_YAML}),
+            ["weft sft wrote this run: use weft sft --resume run"], sft(), files={"run/config.yaml": SFT_YAML}),
 ]  # fmt: skip
 
 OF_THE_CONFIG = [

@@ -75,7 +75,9 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
         raise UserError(f"--resume {run}: it {problem}. Write the path of a run folder (the value of run.dir).")
     command = command_of(read_config_file(str(path)).value or {})
     if SCHEMAS[command] is not schema:
-        raise UserError(f"--resume {name or run}: it is a run of weft {command}: weft {command} --resume {name or run}")
+        raise UserError(
+            f"--resume {name or run}: weft {command} wrote this run: use weft {command} --resume {name or run}"
+        )
     return str(path)
 
 

@@ -47,8 +47,8 @@ class Algorithm:
         return self.settings.get(name, self.defaults[name])
 
     def number(self, name: str) -> float:
-        """The value of a name as a number; 0 for null. If the value is not a number, for example a variable that is set
-        only during the run: the trainer's default, which the draft reports."""
+        """The value of a name as a number; 0 for null. A value that is known only during the run, such as a variable,
+        is not a number: the method then returns the trainer's default, and the draft reports it."""
         value = self.value(name)
         number = next(numbers_of(value), None)
         if number is None and isinstance(value, str) and value.lower() not in ("null", "none", "~", ""):

@@ -21,10 +21,12 @@ _CROSS_ENTROPY = ("rpo_alpha", "pref_ftx", "sft_loss_weight")
 # all.
 _DIFFERS = {
     "kto": "in weft z of `kto` is the mean over the optimizer step, in the other trainer over a micro-batch.",
-    "aot": "weft sorts the answers of the optimizer step, the other trainer those of a micro-batch.",
-    "aot_unpaired": "weft sorts the answers of the optimizer step, the other trainer those of a micro-batch.",
-    "orpo": "weft's cross entropy is the mean over the step's chosen tokens; TRL's includes prompts, per micro-batch.",
-    "cpo": "weft's cross entropy is the mean over the step's chosen tokens, the other trainer's over a micro-batch's.",
+    "aot": "weft sorts the answers of the optimizer step; the other trainer sorts those of a micro-batch.",
+    "aot_unpaired": "weft sorts the answers of the optimizer step; the other trainer sorts those of a micro-batch.",
+    "orpo": "weft averages the cross entropy over the step's chosen tokens; TRL averages it over a micro-batch, with "
+    "the tokens of prompts.",
+    "cpo": "weft averages the cross entropy over the step's chosen tokens; the other trainer averages it over a "
+    "micro-batch.",
     "sft": "weft's cross entropy is the mean over the step's chosen tokens; the other trainer's is the mean over a "
     "micro-batch, or over the means of the answers.",
 }

@@ -77,8 +77,7 @@ def _record(value: Mapping[str, Any], kind: Any, location: str) -> Any:
 
 
 def word(value: Any) -> str:
-    """A YAML scalar as the text under which tables contain it: true is `true`, null is `none`. Strings keep their
-    case."""
+    """The key of a YAML scalar in tables: `true` for true, `none` for null. Strings keep their case."""
     return value if isinstance(value, str) else str(value).lower()
 
 

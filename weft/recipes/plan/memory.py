@@ -193,8 +193,8 @@ def last_place(model: Blueprint, mesh: MeshSizes) -> int:
 
 
 def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
-    """How ranks share the largest row, which is a part of one document if documents may be split, and the keys that its
-    attention gathers."""
+    """How ranks share the largest row, and the keys that its attention gathers. If documents may be split, the row is a
+    part of one document."""
     cuts = rows is None or rows.cuts
     ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
     ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
