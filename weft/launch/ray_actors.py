@@ -408,8 +408,8 @@ class ActorGroup:
                 process.kill()
 
     def blamed(self, error: ActorError) -> ActorError:
-        """`error`, unless it is a hang and an actor of this group is stopped: then an error that names this actor, for
-        which other processes wait."""
+        """`error`. If it is a hang and an actor of this group is stopped, an error that names the actor instead,
+        because other processes wait for it."""
         if error.kind == "hang":
             for number, record, process in self._local_actors():
                 with suppress(psutil.Error):

@@ -104,7 +104,7 @@ def _add_cross_entropy(draft: Draft, losses: list[str], factor: float, name: str
 
 
 def drop_refused(draft: Draft) -> None:
-    """Remove keys that commands which compare pairs refuse, and note the reason."""
+    """Remove keys that weft refuses in comparisons of pairs, and note the reason."""
     for key, why in _REFUSED.items():
         value, _, name = draft.values.get(key, (None, "", ""))
         if value not in (None, 0, "answers"):
