@@ -140,12 +140,12 @@ def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         find_model(str(run), 3)
     with pytest.raises(UserError, match="selects a checkpoint of a run folder"):
         find_model(str(run / "checkpoints" / "step-000002"), 2)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         find_model(str(tmp_path / "none"), None)
     with pytest.raises(UserError, match=r"contains no config.json"):
         find_model(str(tmp_path), None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="adapter/none is no folder"):  # the hub is not asked: the folder is here
+    with pytest.raises(UserError, match="adapter/none is not a folder"):  # the hub is not asked: the folder is here
         find_model("adapter/none", None)
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(UserError, match="no complete checkpoint yet"):

@@ -138,7 +138,7 @@ def test_rows_that_are_bad_in_any_way_are_counted_together(capsys: pytest.Captur
     assert "3 of 6 rows cannot be trained on:\n  mixed.jsonl:2: has `body`" in err
     assert "  mixed.jsonl:4: no token of this document" in err and "  mixed.jsonl:5: `messages` is empty" in err
     out = shown(capsys, "data.path=mixed.jsonl", "data.bad_rows=drop", "step.documents=1")
-    assert "3 documents (messages)" in out and "bad      3 rows are left out" in out and "steps    3 in an epoch" in out
+    assert "3 documents (messages)" in out and "bad      3 rows are omitted" in out and "steps    3 in an epoch" in out
     tokens = next(line for line in out.splitlines() if line.startswith("tokens"))
     write_jsonl(Path("good.jsonl"), good, good, good)
     assert tokens in shown(capsys, "data.path=good.jsonl")

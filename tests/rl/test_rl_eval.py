@@ -155,7 +155,7 @@ def test_a_sample_that_failed_counts_as_wrong(tmp_path: Path) -> None:
 def test_what_is_correct_and_how_many_are_drawn(tmp_path: Path) -> None:
     keys = ("rl.reward=[length]", "rl.reward_options={length.target: 2}", "eval.correct_from=-0.5")
     assert evaluated(config_of(tmp_path, *keys), Adder()).metrics["eval/accuracy"] == 0.6
-    with pytest.raises(UserError, match="asks for pass@8, but eval.samples draws 4"):
+    with pytest.raises(UserError, match="contains 8, but eval.samples draws only 4"):
         config_of(tmp_path, "eval.samples=4", "eval.pass_at=[1, 8]")
     evaluation = evaluated(config_of(tmp_path, "eval.samples=4", "eval.pass_at=[3]"), Adder())
     assert [name for name in evaluation.metrics if name.startswith("eval/pass")] == ["eval/pass@3"]

@@ -189,7 +189,7 @@ OF_THE_CONFIG = [
             sft("schedule.warmup_steps=1")),
     Mistake("a tab in YAML", sft(), ["sft.yaml:2: not valid YAML", "Indent with spaces"],
             files={"sft.yaml": "model:\n\tpath: tiny\n"}, mended={"sft.yaml": SFT_YAML}),
-    Mistake("a section twice", sft(), ["`run` is set twice (first at sft.yaml:4): keep one"],
+    Mistake("a section twice", sft(), ["`run` is set twice (first at sft.yaml:4): remove one"],
             files={"sft.yaml": SFT_YAML + "run: {overwrite: true}\n"},
             mended={"sft.yaml": SFT_YAML.replace("dir: run", "dir: run, overwrite: true")}),
     Mistake("groups of one sample", rl("rl.group_size=1"), ["set rl.group_size=2 or more"], rl("rl.group_size=2")),

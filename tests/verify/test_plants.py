@@ -452,7 +452,7 @@ def test_plants_replace_public_functions(target: str) -> None:
 def test_unknown_names_and_too_few_ranks_are_refused() -> None:
     with pytest.raises(UserError, match="no bug named 'gremlin'.*bounds-lost"), planted("gremlin"):
         pass
-    with pytest.raises(UserError, match="takes 2 ranks"), planted("rank-local-count"):
+    with pytest.raises(UserError, match="needs 2 ranks"), planted("rank-local-count"):
         pass
 
 

@@ -291,7 +291,7 @@ def _token_lines(preview: Preview) -> list[str]:
         if sample.source.weight != 1.0:
             count = SourceShare(round(len(sample.lengths) / sample.share), sample.source.weight).in_epoch
             lines.append(
-                f"weight   {sample.source.weight:g} of {sample.source.name}: an epoch has {about}{count:,} documents"
+                f"weight   {sample.source.weight:g} of {sample.source.name}: an epoch takes {about}{count:,} documents"
             )
     return [*lines, *_image_totals(preview)]
 
