@@ -122,7 +122,7 @@ def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
     out = " ".join(capsys.readouterr().out.split())
     assert "weights 14.98 GiB" in out and "a100-40gb (--assume) has 39.4 GiB" in out
     assert cli.main([*words, "--assume", "h1"]) == 2
-    assert "--assume h1: weft knows t4-16gb, " in capsys.readouterr().err
+    assert "--assume h1: unknown accelerator; use one of t4-16gb, " in capsys.readouterr().err
     assert cli.main([*words[:-1], "--assume", "h100-80gb"]) == 2
     assert "--assume needs --dry-run" in capsys.readouterr().err
     if not torch.cuda.is_available():

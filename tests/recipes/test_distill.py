@@ -187,7 +187,7 @@ def test_teachers_on_ranks_of_their_own_are_those_of_plain_transformers(
     foreseen = unfolded(capsys.readouterr().out)
     done = forked.run(command, tmp_path, partial(keep_gradients, tmp_path))
     assert done.returncode == 0, done.stderr
-    assert foreseen == unfolded(done.stdout) and f"on {ranks} rank" in foreseen[1] and len(foreseen) == 2
+    assert foreseen == unfolded(done.stdout) and f"on {ranks} separate rank" in foreseen[1] and len(foreseen) == 2
     in_turns = [word for word in words if not word.startswith("teacher.")]
     run(2, attempt, load_config([], [*in_turns, f"run.dir={tmp_path}/turns"], DistillConfig))
     for name in ("loss", "grad_norm", "eval/b/divergence"):

@@ -119,7 +119,7 @@ def test_a_reference_on_ranks_of_its_own_is_that_of_plain_transformers(
     foreseen = line_of(capsys.readouterr().out, "against")
     done = forked.run(command, tmp_path, partial(keep_gradients, tmp_path))
     assert done.returncode == 0, done.stderr
-    assert f"a reference on {frozen} rank" in foreseen
+    assert f"a reference on {frozen} separate rank" in foreseen
     assert line_of(done.stdout, "against") == foreseen
     # With more ranks sums have another order, and updates carry that on.
     tolerance = {"rel": 1e-6, "abs": 1e-6} if world == 2 else {"rel": 3e-5, "abs": 1e-5}

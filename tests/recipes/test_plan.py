@@ -563,7 +563,7 @@ def test_what_was_measured_takes_the_place_of_assumptions(tmp_path: Path, monkey
     measured = machine()
     shares = measured.matmul, measured.attention, measured.copied, measured.launch, measured.host * measured.moved
     assert shares == pytest.approx((0.5, 0.1, 0.6, 9e-6, 20e9))
-    assert "as measured: make gpu on a card" in measured.lines()[-1] and measured.peak == assumed.peak
+    assert "were measured: make gpu on a card" in measured.lines()[-1] and measured.peak == assumed.peak
     assert machine(matmul=0.9).matmul == 0.9  # what is stated counts more
 
 
@@ -834,7 +834,7 @@ def test_answers_to_one_prompt_are_planned_as_the_engine_lays_them_out() -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--assume", "h1"], "--assume h1: weft knows"),
+        (["--assume", "h1"], "--assume h1: unknown accelerator"),
         (["--matmul", "2"], "--matmul 2: must be above 0, and at most 1"),
         (["--ranks", "1000000000"], "weft plans for up to 1,000,000 ranks"),
         (["--ranks", "7", "mesh.tp=2"], "a multiple of 2 ranks (--ranks)"),

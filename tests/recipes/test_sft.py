@@ -387,7 +387,7 @@ def test_a_dry_run_says_why_data_are_not_read(
     monkeypatch.setattr(training_preview, "_MAX_BYTES", 1000)
     for path, reason in {
         "someone/chats": "someone/chats is on the hub, and a dry run downloads nothing",
-        "chats.jsonl": "they have ",
+        "chats.jsonl": "it has ",
     }.items():
         assert cli.main(["sft", "c.yaml", "--device", "cpu", "--dry-run", f"data.path={path}"]) == 0
         assert capsys.readouterr().out.splitlines()[-1].startswith(f"data     not read: {reason}")
