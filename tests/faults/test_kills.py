@@ -164,7 +164,9 @@ def words_for(folder: Path, steps: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.table), signal.SIGINT, signal.SIGUSR1]
+)  # SIGTERM: the suite has it in test_faults.py and launch/test_batch_scripts.py
 def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
     nproc = "1" if number == signal.SIGUSR1 else "2"  # on one rank there is no launcher between
     run_folder = tmp_path / "run"
