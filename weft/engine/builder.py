@@ -34,7 +34,7 @@ from weft.engine.selfcheck.division import check_division, check_experts
 from weft.engine.selfcheck.pipeline import check_pipeline
 from weft.errors import UserError
 from weft.launch.consistency import max_over_ranks
-from weft.launch.machine import keep_freed_memory
+from weft.launch.machine import HeapGaps, keep_freed_memory
 from weft.launch.process import Ranks, new_groups_inherit_timeout
 from weft.models import hf
 from weft.models.cost import costs_of_layers
@@ -591,6 +591,11 @@ def build_optimizer_and_ema(
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
     if spec.ranks.device.type == "cpu":
         keep_freed_memory()  # not earlier, so that memory freed by loading is returned first
+        if spec.config.model.compile is not True:  # hooks inside of compiled layers would be traced
+            gaps = HeapGaps()
+            for _, layer in module.layers:
+                layer.register_forward_pre_hook(lambda *_: gaps.before_layer())
+            module.register_forward_hook(lambda *_: gaps.before_backward() if torch.is_grad_enabled() else None)
     return optimizer, ema
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft.errors import UserError
 from weft.launch.accelerators import ASSUMABLE
@@ -22,6 +23,8 @@ from weft.launch.options import Device
 # Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
+_GAPS = 64 << 20  # smaller ones are not worth a call
+_HBLKHD, _UORDBLKS = 4, 7  # places in glibc's struct mallinfo2 of ten sizes: bytes in mappings, and in the heap
 
 # Below the ports that Linux assigns (ip_local_port_range), so that a free port stays free; above the ports of Ray's
 # workers.
@@ -125,6 +128,62 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+class HeapGaps:
+    """Returns the pages of gaps in the heap to the system, where they let the process grow (glibc 2.33 and later).
+
+    With `keep_freed_memory`, tensors that outlive a layer lie between others that were freed. Larger ones do not fit
+    into these gaps, so that without this the process grows with every layer: to 1.7 times the bytes in use at 16,384
+    tokens.
+    """
+
+    def __init__(self) -> None:
+        self._libc: Any = None
+        if sys.platform == "linux":
+            import ctypes
+
+            libc = ctypes.CDLL(None)
+            if hasattr(libc, "mallinfo2") and hasattr(libc, "malloc_trim"):
+                fields = {"_fields_": [("sizes", ctypes.c_size_t * 10)]}
+                libc.mallinfo2.restype = type("mallinfo2", (ctypes.Structure,), fields)
+                self._libc = libc
+        self._peak = 0  # bytes of this process at most, when gaps were last looked at
+        self._start = 0 if self._libc is None else self._used_and_unused()[1]
+        self._unused: int | None = None  # anonymous memory not in use, one layer after gaps were last returned
+
+    def before_layer(self) -> None:
+        """Return gaps if the process has a new peak, and gaps have grown by more than a sixteenth of the bytes in use.
+        What each layer allocates and frees is kept for the next."""
+        if self._libc is None:
+            return
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        if self._unused is not None and peak - self._peak < _GAPS:  # what follows takes up to milliseconds
+            return
+        self._peak = peak
+        used, unused = self._used_and_unused()
+        if self._unused is None:
+            self._unused = unused
+        elif unused - self._unused > max(_GAPS, used // 16):
+            self._return()
+
+    def before_backward(self) -> None:
+        """Return what forwards of layers have freed, if it is much: backward allocates other sizes."""
+        if self._unused is not None and self._unused - self._start > _GAPS:
+            self._return()
+
+    def _return(self) -> None:
+        self._libc.malloc_trim(0)
+        self._unused = None
+
+    def _used_and_unused(self) -> tuple[int, int]:
+        """(bytes in use, other bytes of this process's anonymous memory)."""
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+        sizes = self._libc.mallinfo2().sizes
+        used = sizes[_HBLKHD] + sizes[_UORDBLKS]
+        return used, (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE") - used
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
