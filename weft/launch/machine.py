@@ -134,8 +134,7 @@ class HeapGaps:
     """Returns the pages of gaps in the heap to the system, where they let the process grow (glibc 2.33 and later).
 
     With `keep_freed_memory`, tensors that outlive a layer lie between others that were freed. Larger ones do not fit
-    into these gaps, so that without this the process grows with every layer: to 1.7 times the bytes in use at 16,384
-    tokens.
+    into these gaps, so that without this the process grows with every layer (docs/benchmarks/memory.md).
     """
 
     def __init__(self) -> None:
