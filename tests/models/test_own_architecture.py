@@ -45,6 +45,39 @@ def test_gradients_and_weights_are_plain_transformers(mesh: str, model: str) -> 
     assert verdict is not None and verdict.passed, verdict
 
 
+@pytest.fixture(scope="module")
+def far_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with weights that only documents of more than 40 tokens use: one of the first step, none of the second,
+    one of the third."""
+    from tests.support.own_architecture import TwinConfig, TwinForCausalLM
+
+    folder = tmp_path_factory.mktemp("far") / "model"
+    torch.manual_seed(0)
+    TwinForCausalLM(TwinConfig(far_from=40)).save_pretrained(folder)
+    return str(folder)
+
+
+FAR_MESHES = ["2", "2x1", "tp2", "pp2", "cp2"]
+
+
+@pytest.mark.parametrize("mesh", FAR_MESHES)
+def test_weights_that_only_some_documents_use(mesh: str, far_model: str) -> None:
+    """A rank without such documents reduces zeros; in a step without any, AdamW skips these weights, on all ranks."""
+    verdict = run(2, parity, far_model, mesh, IMPORTS | {"step": {"max_tokens_per_device": 64}})[0]
+    assert verdict is not None and verdict.passed, verdict
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("reduce", ["every", "scatter", "last"])
+@pytest.mark.parametrize("mesh", ["2x2", "pp2x2", "pp2zx2", "pp2vx2x1", "2xcp2"])
+def test_weights_that_only_some_documents_use_however_gradients_are_reduced(
+    mesh: str, reduce: str, far_model: str
+) -> None:
+    sections = IMPORTS | {"step": {"max_tokens_per_device": 64}, "fsdp": {"reduce": reduce}}
+    verdict = run(4, parity, far_model, mesh, sections)[0]
+    assert verdict is not None and verdict.passed, verdict
+
+
 @pytest.fixture
 def job(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of a run with data, in a working directory that holds my_model.py, which registers the architecture."""

@@ -1,5 +1,6 @@
 """An architecture that transformers does not have, as a user writes one: attention and feed-forward in parallel behind
-one norm, a gain on each head, and a rotary table of its own. Importing this module registers it."""
+one norm, a gain on each head, and a rotary table of its own. With `far_from`, a layer has weights that only documents
+with more tokens use. Importing this module registers it."""
 
 from __future__ import annotations
 
@@ -26,8 +27,10 @@ class TwinConfig(PretrainedConfig):
         num_attention_heads: int = 4,
         max_position_embeddings: int = 512,
         initializer_range: float = 0.2,
+        far_from: int = 0,
         **options: Any,
     ) -> None:
+        self.far_from = far_from
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.num_key_value_heads = num_attention_heads
@@ -88,9 +91,16 @@ class TwinLayer(GradientCheckpointingLayer):
         self.norm = nn.LayerNorm(config.hidden_size)
         self.attention = TwinAttention(config, layer_idx)
         self.mlp = TwinFeedForward(config)
+        self.far_from = config.far_from
+        if config.far_from:
+            self.far = TwinFeedForward(config)
 
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
         normed = self.norm(hidden)
+        if self.far_from:
+            is_far = position_ids >= self.far_from
+            if is_far.any():
+                hidden = hidden + self.far(normed) * is_far[..., None]
         return hidden + self.attention(normed, **kwargs) + self.mlp(normed)
 
 
@@ -133,8 +143,9 @@ class TwinModel(TwinPreTrainedModel):
         embeddings = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
         for layer in self.layers:
             hidden = layer(
-                hidden, position_embeddings=embeddings, attention_mask=mask, past_key_values=past_key_values, **kwargs
-            )
+                hidden, position_ids=position_ids, position_embeddings=embeddings, attention_mask=mask,
+                past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
 
 

@@ -45,8 +45,9 @@ from weft.launch.simulated import host_memory, on_host, read
 from weft.models.embedding_noise import StepNoise
 from weft.models.quantised import parts_on_meta
 from weft.models.readouts import ReadoutSpec
+from weft.models.vision import vision_parts
 from weft.parallel.device_copies import DeviceCopies
-from weft.parallel.fsdp import fsdp_modules, reshard
+from weft.parallel.fsdp import UsedParameters, fsdp_modules, reshard
 from weft.parallel.mesh import Mesh, full_tensor, local_shard
 from weft.parallel.pp.communication import P2PCommunicator, gather_over_stages, sum_shared_gradients
 from weft.parallel.quantise import DequantisedTensors, stored_tensors
@@ -168,6 +169,11 @@ class Engine:
         )  # fmt: skip
         self.lent_storages: frozenset[int] = frozenset()  # addresses of storages that a copy of the model also reads
         self._replicas = ReplicaCheck(self.module, self.divided.cuts, self._tied())
+        self._used: UsedParameters | None = None  # on one data rank, a plain loop's gradients are there or not
+        self._used_by_all: Tensor | None = None  # [parameters] on the device: by how many ranks in this step
+        if self.optimizer is not None and self.mesh.loss_ranks > 1:
+            towers = vision_parts(self.module.base, self.module.facts)
+            self._used = UsedParameters(self.module, list(self.whole_parameters()), towers)
         if self.optimizer is not None and config.fsdp.cpu_offload == "optimizer":
             self.device_copies = DeviceCopies(self.module, self.device)
             if self.loss_scale is None:  # else gradients are unscaled after backward
@@ -319,7 +325,9 @@ class Engine:
             sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
         self._executor.load.add_to(sums, self.mesh.loss_group)
         self._replicas.add_to(sums, checksums, self.device)
-        reduced = sums.reduced(self.mesh.world_group, {"the plan of the step": plan.fingerprint()})
+        used = None if self._used is None else self._used.flags()
+        reduced = sums.reduced(self.mesh.world_group, {"the plan of the step": plan.fingerprint()}, used)
+        self._used_by_all = reduced.further
         return _Unread(reduced, rows.sources, finite, checksums)
 
     def step(
@@ -683,15 +691,30 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         self._nonfinite = None
         self._complete = False
-        self._unread = None
+        self._unread = self._used_by_all = None
+        if self._used is not None:
+            self._used.forget()
         if self._early_norms is not None:
             self._early_norms.forget()
 
+    def _drop_unused(self) -> None:
+        """Drop the gradients, zeros, of parameters that no rank used in this step: as in a plain loop, the optimizer
+        skips them. Waits for the device if this rank has parameters that it did not use."""
+        unused = {} if self._used is None else self._used.unused()
+        if not unused or self._used_by_all is None:
+            return
+        flags = self._used_by_all
+        used = read(flags, lambda: [1.0] * len(flags))
+        for parameter, index in unused.items():
+            if not used[index]:
+                parameter.grad = None
+
     def complete_gradients(self) -> None:
-        """Sum partial gradients over tp and pp before anything reads them. Runs once a step, because a second sum would
-        count them twice."""
+        """Drop gradients of unused parameters, and sum partial gradients over tp and pp, before anything reads them.
+        Runs once a step, because a second sum would count them twice."""
         if self._complete:
             return
+        self._drop_unused()
         if self.divided.partial:
             sum_partial_gradients(self.module, self.divided)
             self._complete = True

@@ -61,28 +61,34 @@ class MetricSums:
         reduced = self.reduced(group, equal)
         return reduced.metrics(read(reduced.vector, reduced.planned))
 
-    def reduced(self, group: dist.ProcessGroup | None, equal: Mapping[str, str] | None) -> Reduced:
-        """Like `reduce`, without waiting for the device."""
+    def reduced(
+        self, group: dist.ProcessGroup | None, equal: Mapping[str, str] | None, further: Tensor | None = None
+    ) -> Reduced:
+        """Like `reduce`, without waiting for the device. further: [n] fp64 on the host, which is summed with it."""
         names = sorted(self._sums)
         same = {**(equal or {}), "metrics of the step": ", ".join(names)}
         vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
-        ranks = 1
+        count, ranks = len(vector), 1
+        if further is not None:
+            vector = torch.cat([vector, _moved(further, vector.device)])
         if group is not None:
             with waiting():
                 dist.all_reduce(vector, group=group)
             ranks = dist.get_world_size(group)
-        return Reduced(names, vector, same, ranks, group)
+        return Reduced(names, vector[:count], same, ranks, group, vector[count:])
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """Reduced sums on their device. vector: the sums and then the weights of `names`, and two numbers of `same`."""
+    """Reduced sums on their device. vector: the sums and then the weights of `names`, and two numbers of `same`.
+    further: as in MetricSums.reduced, summed."""
 
     names: Sequence[str]
     vector: Tensor
     same: Mapping[str, str]
     ranks: int
     group: dist.ProcessGroup | None
+    further: Tensor
 
     def sum_of(self, name: str) -> Tensor:
         """One sum, a scalar on the device."""
@@ -110,10 +116,13 @@ def _vector(values: Iterable[Tensor | float]) -> Tensor:
     values = list(values)
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
-    if device.type == "cuda":
-        numbers = numbers.pin_memory().to(device, non_blocking=True)
-    scalars = iter(numbers.unbind())
+    scalars = iter(_moved(numbers, device).unbind())
     return torch.stack([v if isinstance(v, Tensor) else next(scalars) for v in values])
+
+
+def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:

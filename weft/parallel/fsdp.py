@@ -6,7 +6,8 @@ FSDP's own averaging is off everywhere: the engine divides by the step's normali
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from weft.config.schema import FsdpConfig
 from weft.errors import UserError
@@ -312,6 +315,90 @@ def announce_reductions(unit: FSDPModule, announce: Callable[[FSDPModule], None]
     if group is not None:
         replaced = group._reduce_scatter_comm
         unit.set_custom_reduce_scatter(_AnnouncedReduceScatter(replaced, partial(announce, unit)))
+
+
+# ---------------------------------------------------------------- parameters that only some documents use
+
+
+class UsedParameters:
+    """Gives a parameter that this rank did not use a gradient of zeros, so that all ranks reduce the same parameters,
+    and records which parameters this rank used in a step.
+
+    Some models run a module for some documents only: a compressor of long documents, or an expert of a list that a
+    token must choose. FSDP leaves parameters without a gradient out of a unit's reduction. Ranks with other documents
+    would then reduce tensors of other sizes: gloo aborts, NCCL hangs. `set_reduce_scatter_unused_params` (torch 2.13)
+    also reduces units that no rank ran, and records nothing.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], towers: Collection[str]) -> None:
+        """names: parameters of the whole model, of all pipeline stages. towers: modules that either all ranks run in a
+        micro-batch, or none."""
+        index = {name: position for position, name in enumerate(names)}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names, self._count = {p: index[name] for name, p in trained.items()}, len(names)
+        prefixes = tuple(f"{name}." for name in towers)
+        self._of_towers = {p for name, p in trained.items() if name.startswith(prefixes)}
+        self._used: set[nn.Parameter] = set()
+        self._filled: set[nn.Parameter] = set()
+        for unit in fsdp_modules(module):
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group.post_backward = partial(self._post_backward, _Pending(group, group.post_backward))
+
+    def flags(self) -> Tensor:
+        """[parameters] fp64 on the host: 1 for each parameter that this rank has used since forget()."""
+        flags = [0.0] * self._count
+        for parameter in self._used:
+            flags[self._names[parameter]] = 1.0
+        return torch.tensor(flags, dtype=torch.float64)
+
+    def unused(self) -> Mapping[nn.Parameter, int]:
+        """Parameters whose gradient is there although this rank did not use them, with their index in flags()."""
+        return {parameter: self._names[parameter] for parameter in self._filled - self._used}
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        self._used, self._filled = set(), set()
+
+    def _post_backward(self, unit: _Pending, *unused: Any) -> None:
+        """FSDP calls it when a unit's backward is done, and at the end of backward for units whose inputs have no
+        gradient."""
+        group = unit.group
+        unit.ran |= group._training_state == TrainingState.PRE_BACKWARD
+        if unit.ran and group.reduce_grads:
+            # Over replicas, FSDP sums what micro-batches have reduced: all of them must reduce the same.
+            replicated = group.mesh_info.mesh.ndim > 1
+            sums_up = replicated and (not group.all_reduce_grads or group._partial_reduce_output is not None)
+            self._fill([p for p in group.fsdp_params if p.sharded_param.requires_grad], towers=sums_up)
+            unit.ran = False
+        unit.post_backward(*unused)
+
+    def _fill(self, parameters: Sequence[Any], towers: bool) -> None:
+        """towers: also where no rank ran them."""
+        used = [p for p in parameters if not (p.unsharded_accumulated_grad is p.unsharded_param.grad is None)]
+        self._used.update(p.sharded_param for p in used)
+        towers = towers or not self._of_towers.isdisjoint(p.sharded_param for p in used)
+        # Gradients of earlier micro-batches that were not reduced are in the reduce dtype. FSDP reduces one dtype.
+        accumulated = any(p.unsharded_accumulated_grad is not None for p in used)
+        for parameter in parameters:
+            if parameter.unsharded_accumulated_grad is not None:
+                continue
+            if parameter.unsharded_param.grad is None:
+                if not towers and parameter.sharded_param in self._of_towers:
+                    continue
+                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+                self._filled.add(parameter.sharded_param)
+            if accumulated:
+                parameter.to_accumulated_grad_if_needed()
+
+
+@dataclass
+class _Pending:
+    """A unit's parameters, FSDP's own method, and whether the unit ran in a backward that did not reduce it yet."""
+
+    group: FSDPParamGroup
+    post_backward: Callable[..., None]
+    ran: bool = False
 
 
 # ---------------------------------------------------------------- inputs cast to the compute dtype
