@@ -57,7 +57,7 @@ def far_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-FAR_MESHES = ["2", "2x1", "tp2", "pp2", "cp2"]
+FAR_MESHES = ["2", "2x1", "pp2", "cp2"]
 
 
 @pytest.mark.parametrize("mesh", FAR_MESHES)
