@@ -1,0 +1,120 @@
+"""Runs of `weft rl` on a real Ray whose parts are struck at random moments (`make test-soak`): they end, no sample is
+lost or counted twice, and what is promised to be equal to the unbroken run is.
+
+WEFT_SOAK_STRIKES, WEFT_SOAK_STEPS and WEFT_SOAK_SEED change how often, how long, and when; -s prints what was struck.
+tests/rl/test_engine_restarts.py has a short soak in the suite, of engines in one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rl.test_rl_run import WEFT, command, lines_of, task, weights
+from tests.support import soak
+from tests.support.local_rl import KEYS as LOCAL
+from tests.support.local_rl import make_task, rollouts_of, start, write_teacher
+from tests.support.soak import StruckPart, run_struck
+from weft.inference.records import FOLDER, read_rollouts, rollout_files
+from weft.inference.types import SampleGroup
+
+__all__ = ["task"]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(7200)]
+ENGINES = ["rollout.engine=hf", "rollout.num_engines=2"]
+EXACT = [
+    *ENGINES, "rl.on_policy=exact", "model.init=pretrained", "reference.ranks=1", "rl.kl_coef=0.01",
+    "cluster.frozen_restarts=1000", "rl.reward=[tests.support.reward_functions:slow_length, length]",
+]  # fmt: skip
+LONG = [
+    "rl.minibatches=1", "checkpoint.every=5", "cluster.address=null", "rollout.restarts=1000", "rollout.timeout=20",
+    "train.timeout=20",
+]  # fmt: skip
+RESTARTS = "rollout/engine_restarts"
+SEED = int(os.environ.get("WEFT_SOAK_SEED", "0"))
+
+
+def setting(name: str, default: int) -> int:
+    return int(os.environ.get(f"WEFT_SOAK_{name}", default))
+
+
+def report(struck: Counter[str], began: float) -> None:
+    print(f"seed {SEED}, {struck.total()} strikes in {time.monotonic() - began:.0f} s: {dict(sorted(struck.items()))}")
+
+
+def groups_of(run: Path) -> dict[int, list[SampleGroup]]:
+    return {step: read_rollouts(path) for step, path in rollout_files(run / FOLDER).items()}
+
+
+def ids_of(groups: list[SampleGroup]) -> list[tuple[str, int]]:
+    """(prompt, number) of each episode; AssertionError if one is there twice."""
+    ids = [(group.prompt.id, sample.number) for group in groups for sample in group.samples if not sample.branch]
+    assert len(set(ids)) == len(ids)
+    return ids
+
+
+def unstruck(words: list[str], run: Path) -> None:
+    run_struck(words[len(WEFT) :], run, {}, 0)
+
+
+def same(run: Path, unbroken: Path) -> None:
+    """Both runs have the same metrics, weights and samples, with their tokens, logprobs and rewards; each sample of a
+    step is there once."""
+    lines = [{k: v for k, v in line.items() if k != RESTARTS} for line in lines_of(run)]
+    assert lines == [{k: v for k, v in line.items() if k != RESTARTS} for line in lines_of(unbroken)]
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(unbroken).items())
+    for groups in groups_of(run).values():
+        ids_of(groups)
+    assert rollouts_of(run) == rollouts_of(unbroken)
+
+
+def test_three_parts_that_are_struck_change_nothing(tmp_path: Path) -> None:
+    """One strike each. The unbroken run is one process."""
+    task = make_task(tmp_path)
+    write_teacher(task / "adder", task / "written")
+    keys = [*EXACT, f"model.path={task}/written", "train.steps=20", "checkpoint.every=20"]
+    run, unbroken = task / "run", task / "unbroken"
+    start(task, unbroken, *keys)
+    words = ["rl", f"data.path={task}/additions.jsonl", *LOCAL, *keys, f"run.dir={run}"]
+    parts = {
+        "engine": StruckPart(("kill", "nonsense"), rest=60.0),
+        "reference": StruckPart(rest=60.0),
+        "reward": StruckPart(which=soak.is_reward, rest=60.0),
+    }
+    run_struck(words, run, parts, 3, seed=SEED, pause=0.8)
+    same(run, unbroken)
+
+
+def test_random_parts_that_are_struck_change_nothing(task: Path) -> None:
+    """Engines (killed, stopped, answering nonsense), the reference's rank, reward processes, trainer ranks (killed,
+    stopped), the controller and Ray's own processes (killed), in one run under --restarts: its metrics, weights and
+    samples are those of the unbroken run."""
+    strikes = setting("STRIKES", 24)
+    steps, model, began = setting("STEPS", 4 * strikes), task / "written", time.monotonic()
+    write_teacher(task / "adder", model)
+    keys = [*EXACT, *LONG, f"model.path={model}", f"train.steps={steps}", "rl.reward_timeout=15", "--nproc", "2"]
+    run, unbroken = task / "parts", task / "parts-unbroken"
+    unstruck(command(task, unbroken, *keys), unbroken)
+    print(f"the unbroken run of {steps} steps took {time.monotonic() - began:.0f} s")
+    parts = {
+        "engine": StruckPart(("kill", "kill", "nonsense", "nonsense", "stop")),
+        "reference": StruckPart(("kill", "kill", "kill", "stop")),
+        # Twice within one call, a reward process costs a sample.
+        "reward": StruckPart(("kill", "kill", "stop"), soak.is_reward, rest=30.0),
+        "trainer": StruckPart(("kill", "kill", "kill", "stop"), rest=15.0),
+        "controller": StruckPart(rest=30.0),
+        "ray": StruckPart(which=soak.is_ray, rest=30.0),
+    }
+    words = [*command(task, run, *keys)[len(WEFT) :], "--restarts", str(4 * strikes)]
+    began = time.monotonic()
+    out, struck = run_struck(words, run, parts, strikes, seed=SEED, pause=2.0, limit=1800.0)
+    report(struck, began)
+    if strikes >= 24:
+        assert all(any(key.startswith(name) for key in struck) for name in parts)
+        assert "rollout engine" in out and "reference ranks are started again" in out and "restart 1 of" in out
+        assert re.search(rf"resumed  step \d+ of {steps}", out)
+    same(run, unbroken)
