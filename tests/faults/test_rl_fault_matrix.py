@@ -17,7 +17,7 @@ from tests.support.fault_cases import CASES, FURTHER_CASES
 from tests.support.local_rl import make_task
 from tests.support.rl_fault_cases import RL_CASES, RlCase, check_resume, check_rl, run_rl_case
 from tests.support.rl_faults import RlRun
-from weft.errors import UserError
+from weft.errors import ActorError, UserError
 from weft.launch import ray_actors
 from weft.launch.ray_actors import ActorGroup, import_ray
 
@@ -94,6 +94,21 @@ def test_a_cluster_of_other_versions_is_told_apart_from_none(versions: tuple[str
     ):
         """Not joined."""
     assert "no Ray cluster" not in str(error.value) and "token" not in str(error.value)
+
+
+def test_a_ray_that_does_not_start_here_may_start_the_next_time() -> None:
+    """--restarts tries again what is no error of the user's: a part of Ray was killed, or the machine was too busy."""
+
+    def time_out(**_: object) -> None:
+        raise RuntimeError("The current node timed out during startup.")
+
+    with (
+        mock.patch.object(import_ray(), "init", time_out),
+        pytest.raises(ActorError, match="Ray could not be started on this machine: The current node") as error,
+        ray_actors.ray_session(None, []),
+    ):
+        """Not started."""
+    assert error.value.kind == "failed"
 
 
 def test_an_actor_that_the_kernel_has_killed_for_want_of_memory_is_not_just_dead(tmp_path: Path) -> None:

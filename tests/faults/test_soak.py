@@ -6,8 +6,10 @@ tests/rl/test_engine_restarts.py has a short soak in the suite, of engines in on
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,8 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rl.test_environments import TOKENIZER
 from tests.rl.test_rl_run import WEFT, command, lines_of, task, weights
 from tests.support import soak
+from tests.support.cases import saved_model
 from tests.support.local_rl import KEYS as LOCAL
 from tests.support.local_rl import make_task, rollouts_of, start, write_teacher
 from tests.support.soak import StruckPart, run_struck
@@ -76,7 +80,7 @@ def test_three_parts_that_are_struck_change_nothing(tmp_path: Path) -> None:
     """One strike each. The unbroken run is one process."""
     task = make_task(tmp_path)
     write_teacher(task / "adder", task / "written")
-    keys = [*EXACT, f"model.path={task}/written", "train.steps=20", "checkpoint.every=20"]
+    keys = [*EXACT, f"model.path={task}/written", "train.steps=12", "checkpoint.every=12"]
     run, unbroken = task / "run", task / "unbroken"
     start(task, unbroken, *keys)
     words = ["rl", f"data.path={task}/additions.jsonl", *LOCAL, *keys, f"run.dir={run}"]
@@ -91,8 +95,8 @@ def test_three_parts_that_are_struck_change_nothing(tmp_path: Path) -> None:
 
 def test_random_parts_that_are_struck_change_nothing(task: Path) -> None:
     """Engines (killed, stopped, answering nonsense), the reference's rank, reward processes, trainer ranks (killed,
-    stopped), the controller and Ray's own processes (killed), in one run under --restarts: its metrics, weights and
-    samples are those of the unbroken run."""
+    stopped), the controller, its cleanup process and Ray's own processes (killed), in one run under --restarts: its
+    metrics, weights and samples are those of the unbroken run."""
     strikes = setting("STRIKES", 24)
     steps, model, began = setting("STEPS", 4 * strikes), task / "written", time.monotonic()
     write_teacher(task / "adder", model)
@@ -106,8 +110,9 @@ def test_random_parts_that_are_struck_change_nothing(task: Path) -> None:
         # Twice within one call, a reward process costs a sample.
         "reward": StruckPart(("kill", "kill", "stop"), soak.is_reward, rest=30.0),
         "trainer": StruckPart(("kill", "kill", "kill", "stop"), rest=15.0),
-        "controller": StruckPart(rest=30.0),
-        "ray": StruckPart(which=soak.is_ray, rest=30.0),
+        "controller": StruckPart(rest=75.0),
+        "reaper": StruckPart(which=soak.is_reaper, rest=30.0),
+        "ray": StruckPart(which=soak.is_ray, rest=75.0),
     }
     words = [*command(task, run, *keys)[len(WEFT) :], "--restarts", str(4 * strikes)]
     began = time.monotonic()
@@ -118,3 +123,53 @@ def test_random_parts_that_are_struck_change_nothing(task: Path) -> None:
         assert "rollout engine" in out and "reference ranks are started again" in out and "restart 1 of" in out
         assert re.search(rf"resumed  step \d+ of {steps}", out)
     same(run, unbroken)
+
+
+@pytest.mark.parametrize("kind", ["agent", "environment"])
+def test_episodes_whose_processes_are_struck_cost_only_themselves(kind: str, task: Path, tmp_path: Path) -> None:
+    """Each episode of each step is recorded once, trained or with its error; and a replay of what was recorded has the
+    same losses and weights, so that training has counted no sample twice."""
+    strikes, steps, began = setting("EPISODE_STRIKES", 12), setting("EPISODE_STEPS", 100), time.monotonic()
+    if kind == "agent":
+        shutil.copytree(saved_model("qwen3", vocab_size=len(TOKENIZER), initializer_range=0.05), tmp_path / "model")
+        TOKENIZER.save_pretrained(tmp_path / "model")
+        plays = ("follow", "fork", "team", "again")
+        rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "play": plays[n % 4]} for n in range(16)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = [
+            f"model.path={tmp_path}/model", f"data.path={tmp_path}/rows.jsonl", "rl.agent=tests.support.agents:solve",
+            "rl.agent_timeout=20", "rl.reward=[]", "rl.reward_options=null", "data.columns=null",
+            "rollout.max_prompt_tokens=240", "rollout.max_new_tokens=8", "step.max_tokens_per_device=1024",
+        ]  # fmt: skip
+    else:
+        given = [
+            "rl.environment=tests.support.fault_user_code:FaultyEnvironment", "rl.environment_timeout=20",
+            "rl.reward=[tests.support.reward_functions:variety]", "rl.reward_options=null",
+        ]  # fmt: skip
+    keys = [*ENGINES, *LONG, *given, f"train.steps={steps}"]
+    run = tmp_path / "run"
+    parts = {
+        kind: StruckPart(("kill", "kill", "kill", "stop"), soak.is_conversation),
+        "fork server": StruckPart(("kill", "stop"), soak.is_fork_server, rest=20.0),
+        "engine": StruckPart(("kill", "nonsense")),
+    }
+    words = command(task, run, *keys)[len(WEFT) :]
+    _, struck = run_struck(words, run, parts, strikes, seed=SEED, pause=2.0, limit=1800.0)
+    report(struck, began)
+    assert any(key.startswith(kind) for key in struck)
+    lines, groups = lines_of(run), groups_of(run)
+    assert [line["step"] for line in lines] == sorted(groups) == list(range(1, steps + 1))
+    failed = 0
+    for line in lines:
+        step = groups[line["step"]]
+        assert len(ids_of(step)) == 16 and all(len(group.samples) >= 4 for group in step)
+        errors = sum("error" in sample.notes for group in step for sample in group.samples)
+        assert line["rewards/failed"] == errors
+        failed += errors
+    print(f"{failed} of {16 * steps} episodes failed")
+    assert failed > 0
+    replayed = tmp_path / "replayed"
+    unstruck([*command(task, replayed, *keys), "--replay", str(run / FOLDER)], replayed)
+    for line, expected in zip(lines_of(replayed), lines, strict=True):
+        assert (line["loss"], line["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+    assert all(torch.equal(value, weights(replayed)[name]) for name, value in weights(run).items())

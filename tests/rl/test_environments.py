@@ -19,6 +19,7 @@ import pytest
 
 from examples.calculator_env import result_of
 from tests.support.environments import Blocking, Broken, Echo, Faulty, Patient, SilentEnvironment
+from tests.support.soak import is_fork_server
 from tests.support.toy_tokenizers import family_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
@@ -27,12 +28,14 @@ from weft.errors import UserError
 from weft.inference.base import Completion, Request, SamplingParams, seed_of
 from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.rl.chat import ChatRenderer
+from weft.rl.environments import pool
 from weft.rl.environments.base import Environment
-from weft.rl.environments.episodes import Episodes, load_environment
+from weft.rl.environments.episodes import EnvironmentFailure, Episodes, load_environment
 from weft.rl.environments.pool import EnvironmentPool
 from weft.rl.prompts import PromptRules, PromptStream, load_rl_prompts, read_prompts
 from weft.rl.rewards.base import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rollout_group
+from weft.rl.workers import PARENT_LOST
 
 TOKENIZER = family_tokenizer("qwen", "qwen3")
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -242,6 +245,24 @@ def test_processes_that_hang_or_end_cost_their_own_samples(tmp_path: Path, monke
 def test_more_conversations_than_there_is_room_for_wait() -> None:
     env = replace(episodes(Echo), pool=EnvironmentPool("tests.support.environments:Echo", at_once=2))
     assert [s.rewards for s in play(Scripted("say a", "b"), env, count=5).samples] == [{"environment": 1.25}] * 5
+
+
+def test_a_fork_server_that_is_stopped_is_told_apart_from_a_late_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the run would end where all conversations of a step are late."""
+    monkeypatch.setattr(pool, "_OBEYS_SECONDS", 0.2)
+    env = episodes(Echo, timeout=0.1)
+
+    async def play_stopped() -> str:
+        await (await env.open()).close()
+        (server,) = filter(is_fork_server, psutil.Process().children(recursive=True))
+        server.suspend()
+        session = await env.open()
+        with pytest.raises(EnvironmentFailure) as error:
+            await session.start(QUESTION)
+        await env.close()
+        return str(error.value)
+
+    assert asyncio.run(play_stopped()) == f"Echo.start: its process {PARENT_LOST}"
 
 
 def test_a_controller_may_have_thousands_of_files_open() -> None:

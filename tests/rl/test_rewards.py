@@ -24,6 +24,7 @@ from weft.rl.rewards.base import Failures, Rewards
 from weft.rl.rewards.builtin import BUILT_IN
 from weft.rl.rewards.calls import RewardBatch, RewardFunction, RewardSpec
 from weft.rl.rewards.given import name_rewards
+from weft.rl.workers import PARENT_LOST
 
 MODULE = "tests.support.reward_functions:"
 
@@ -281,6 +282,9 @@ def test_samples_whose_environment_failed_are_not_scored() -> None:
     asyncio.run(rewards.score([bad], failures))
     with pytest.raises(UserError, match="rl.environment failed for all 1 samples"):
         failures.metrics()
+    bad.notes["error"] = f"Env.step: its process {PARENT_LOST}"  # by no fault of the environment
+    asyncio.run(rewards.score([bad], failures))
+    assert failures.metrics()["rewards/environment/failed"] == 1
 
 
 @pytest.mark.parametrize(

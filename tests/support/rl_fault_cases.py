@@ -428,7 +428,7 @@ OTHERS = {
         says=[r"port \d+ of this machine, the rendezvous of the ranks \(MASTER_PORT\), is in use"],
     ),
     "Ray cannot start": RlCase(
-        fault=RlFault(do="few files"), when="before loading", status=2, saved=0, on="Ray, 1 rank",
+        fault=RlFault(do="few files"), when="before loading", status=1, saved=0, on="Ray, 1 rank",
         says=["error: Ray could not be started on this machine"],
     ),
     "overlong prompts": RlCase(

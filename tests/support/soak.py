@@ -68,10 +68,11 @@ def run_struck(
             end = since + limit * business()
             while struck.total() < strikes and process.process.is_alive() and time.monotonic() < end:
                 time.sleep(chance.uniform(0.3, pause))
-                name = chance.choice([*parts])
-                way = chance.choice(parts[name].ways)
-                if not (run / after).exists() or rested[name] > time.monotonic():
+                ready = [name for name in parts if rested[name] <= time.monotonic()]
+                if not ready or not (run / after).exists():
                     continue
+                name = chance.choice(ready)
+                way = chance.choice(parts[name].ways)
                 if way == "nonsense" and any(orders.iterdir()):
                     continue
                 if way == "nonsense":
@@ -113,10 +114,12 @@ def _noted_in(folder: Path) -> list[psutil.Process]:
 
 def _running(root: int, folder: Path, part: StruckPart) -> list[psutil.Process]:
     """The processes of a part that run. folder: where processes have noted their ids."""
-    if part.which is not None:
-        candidates = [child for child in psutil.Process(root).children(recursive=True) if _is(part.which, child)]
-    else:
+    candidates = list[psutil.Process]()
+    if part.which is None:
         candidates = _noted_in(folder)
+    else:
+        with suppress(psutil.NoSuchProcess):  # the run has ended meanwhile
+            candidates = [child for child in psutil.Process(root).children(recursive=True) if _is(part.which, child)]
     states = (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
     return [process for process in candidates if _is(lambda p: p.status() not in states, process)]
 
@@ -219,3 +222,25 @@ def is_reward(process: psutil.Process) -> bool:
 def is_ray(process: psutil.Process) -> bool:
     """The GCS or the raylet of the run's Ray."""
     return process.name() in ("gcs_server", "raylet")
+
+
+def is_reaper(process: psutil.Process) -> bool:
+    """The cleanup process of a controller."""
+    return "weft.launch.reaper" in process.cmdline()
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    """Of environments or agents."""
+    return _depth(process) == 2
+
+
+def is_conversation(process: psutil.Process) -> bool:
+    """The process of an environment or an agent."""
+    return _depth(process) == 3
+
+
+def _depth(process: psutil.Process | None) -> int:
+    """1 for the supervisor of environments or agents, more for what it has forked, 0 for others."""
+    if process is None or "weft.rl.environments.worker" not in process.cmdline():
+        return 0
+    return 1 + _depth(process.parent())

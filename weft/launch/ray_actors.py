@@ -106,11 +106,10 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
     except Exception as error:  # Ray has no error type for a machine that is too busy to start in time
         _require_same_versions(address, str(error))
-        problem = (
-            "Ray could not be started on this machine" if is_local else f"cluster.address: no Ray cluster at {address}"
-        )
-        token = "" if is_local or _MODE in os.environ else " If it requires a token, set RAY_AUTH_MODE=token."
-        raise UserError(f"{problem}: {first_line(error)}.{token}") from error
+        if is_local:  # perhaps only now: the machine is too busy, or a part of Ray was killed; --restarts tries again
+            raise ActorError(f"Ray could not be started on this machine: {first_line(error)}.", "failed") from error
+        token = "" if _MODE in os.environ else " If it requires a token, set RAY_AUTH_MODE=token."
+        raise UserError(f"cluster.address: no Ray cluster at {address}: {first_line(error)}.{token}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, sigterm_handler)  # Ray's handler exits with 15, the status of another failure
     global _watchdog

@@ -18,11 +18,13 @@ from weft.launch import reaper
 from weft.rl.user_process import HEADER, IMPORT_SECONDS, packed
 from weft.version import PACKAGE
 
+PARENT_LOST = "ended with its parent process, which was killed or stopped: user code must not do that"
 _OBEYS_SECONDS = 10.0  # seconds for a supervisor to end its processes
 
 
 class WorkerError(Exception):
-    """A process ended, answered something unreadable, or exceeded the time limit (late)."""
+    """A process ended, answered something unreadable, or exceeded the time limit (late). The message is PARENT_LOST if
+    its parent process was killed or stopped."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)
@@ -49,7 +51,8 @@ class Worker:
             async with asyncio.timeout(timeout):
                 return await self._ask(request)
         except TimeoutError:
-            await self.end()
+            if await self.end() is None:
+                raise WorkerError(PARENT_LOST) from None
             raise WorkerError(f"gave no answer within {timeout:g} seconds", late=True) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerError(_ending(await self.end())) from None
@@ -131,5 +134,5 @@ def _ending(status: int | None) -> str:
     if status is not None and status < 0:
         return f"was ended by signal {-status}"
     if status is None:
-        return "ended with its parent process, which was killed or stopped: user code must not do that"
+        return PARENT_LOST
     return f"ended with status {status}"

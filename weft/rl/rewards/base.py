@@ -20,6 +20,7 @@ from weft.launch.machine import cpu_cores
 from weft.rl.rewards.builtin import INLINE, has_reference, reference_answers
 from weft.rl.rewards.calls import STANDARD, RewardBatch, RewardFunction, RewardOutcome, RewardSignature, RewardSpec
 from weft.rl.rewards.pool import RewardPool
+from weft.rl.workers import PARENT_LOST
 
 # Rewards that come from replies of an environment, and from an agent -> the key that names it.
 ENVIRONMENT, AGENT = "environment", "agent"
@@ -48,6 +49,7 @@ class Failures:
 
     def __init__(self) -> None:
         self._calls, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
+        self._lost = set[str]()  # functions of which a process has ended with its parent
         self._news: list[str] = []
 
     def count(self, name: str, sample: Sample, error: str | None) -> None:
@@ -57,16 +59,19 @@ class Failures:
             return
         self._last[name] = f"sample {sample.id} ({sample.prompt.source}): {error}"
         self._failed[name] += 1
+        if PARENT_LOST in error:
+            self._lost.add(name)
         if self._failed.total() <= _NEWS:
             self._news.append(f"reward   {name} failed for {self._last[name]}")
 
     def metrics(self) -> dict[str, float]:
         """`rewards/failed`, in total and per function with failures; resets the counts. UserError if a function, or the
-        environment, failed for every sample."""
-        failed, calls, last = self._failed, self._calls, self._last
-        self._calls, self._failed, self._last = Counter(), Counter(), {}
+        environment, failed for every sample, unless the parent of its processes was killed or stopped: that says
+        nothing of the next step."""
+        failed, calls, last, lost = self._failed, self._calls, self._last, self._lost
+        self._calls, self._failed, self._last, self._lost = Counter(), Counter(), {}, set()
         for name, count in failed.items():
-            if count == calls[name]:
+            if count == calls[name] and name not in lost:
                 key = _GIVEN.get(name, f"rl.reward: {name}")
                 raise UserError(
                     f"{key} failed for all {count} samples of this step, so the step has no sample to train. The "
