@@ -265,9 +265,10 @@ def _compare_step(options: CompareStepOptions, words: Sequence[str]) -> Job:
     _require_one_process("compare-step")
     overrides = [word for word in options.config if _is_override(word)]
     files = [local_path("weft", word) for word in options.config if not _is_override(word)]
-    if not Path(options.dump).is_file():
-        raise UserError(f"weft compare-step: {options.dump}: there is no such file.")
-    base: dict[str, dict[str, Any]] = {"data": {"path": options.dump}, "rl": {"reward": ["length"]}}  # never read
+    from weft.rl.dump_files import dump_paths
+
+    path = str(dump_paths(options.dump)[0])
+    base: dict[str, dict[str, Any]] = {"data": {"path": path}, "rl": {"reward": ["length"]}}  # never read
     config = _with_local_paths(load_config(files, overrides, RlConfig, base=base), None)
 
     def body() -> bool:

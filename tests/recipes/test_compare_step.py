@@ -42,11 +42,18 @@ def plain_batch(
     correction: str | None = None,
     flat: bool = False,
     predicting: bool = False,
+    high: float = 0.2,
+    kl_coef: float = 0.3,
+    entropy: float = 0.0,
+    tis: float | None = None,
+    from_engine: bool = False,
+    untrained: int | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """A batch in verl's layout, with the loss and the gradient norm of a trainer in plain PyTorch. moved: how many
     columns later the trainer's mask is than the one of the file. correction: whether factors in the file are `used`.
     flat: whether the file has one advantage for each sequence. predicting: whether entry t of the file's arrays is
-    about token t + 1."""
+    about token t + 1. tis: cap of the ratio of old and engine policy, whose logprobs are in the file. from_engine:
+    whether the old logprobs are the engine's. untrained: a sequence whose mask is 0, but which counts in means."""
     draw = torch.Generator().manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     ids = torch.randint(5, 250, (4, T), generator=draw)
@@ -62,6 +69,9 @@ def plain_batch(
     reference = logprob.detach() + 0.7 * torch.randn(4, T, generator=draw)
     advantages = (torch.tensor([1.2, -0.7, 0.4, -1.9])[:, None] + 0.1 * torch.randn(4, T, generator=draw)) + 0.3
     factors = 0.5 + torch.rand(4, T, generator=draw)
+    engine = old + 0.8 * torch.randn(4, T, generator=draw)
+    if untrained is not None:
+        mask[untrained] = 0
     if flat:
         advantages = advantages[:, :1].expand(4, T)
     trained = mask.roll(moved, 1) * attention
@@ -70,20 +80,26 @@ def plain_batch(
     if rescale is not None:
         chosen = a[trained > 0]
         a = (a - (chosen.mean() if rescale == "whiten" else 0)) / chosen.std()
-    ratio = (logprob - (logprob.detach() if on_policy else old)).exp()
-    loss = -a * ratio if unclipped else torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+    ratio = (logprob - (logprob.detach() if on_policy else engine if from_engine else old)).exp()
+    loss = -a * ratio if unclipped else torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1 + high))
     if dual is not None:
         loss = torch.where(a < 0, torch.minimum(loss, -dual * a), loss)
     if correction == "used":
         loss = loss * factors
+    if tis is not None:
+        loss = loss * (old - engine).exp().clamp(max=tis)
+    if entropy:
+        every = logits[:, :-1].log_softmax(-1)
+        loss = loss - entropy * torch.cat([torch.zeros(4, 1), -(every.exp() * every).sum(-1)], 1)
     if kl is not None:
         d = logprob - reference
-        loss = loss + 0.3 * {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[kl]
+        loss = loss + kl_coef * {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[kl]
     total = aggregated(loss, trained, aggregation) / divisor
     total.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     arrays = {"response_mask": mask, "old_log_probs": old, "advantages": advantages, "ref_log_prob": reference}
     arrays |= {} if correction is None else {"rollout_is_weights": factors}
+    arrays |= {"rollout_log_probs": engine} if tis is not None or from_engine else {}
     if predicting:
         arrays = {name: values.roll(-1, 1) for name, values in arrays.items()}
     elif not moved:  # else the arrays of the other trainer cover the prompt, too
@@ -98,7 +114,11 @@ def aggregated(loss: Tensor, mask: Tensor, how: str) -> Tensor:
     if how == "token_mean":
         return (loss * mask).sum() / mask.sum()
     sums = (loss * mask).sum(1)
-    return (sums / mask.sum(1)).mean() if how == "sequence_mean" else sums.mean() / {"sum": 1, "width": R}[how]
+    return (
+        (sums / mask.sum(1).clamp(min=1)).mean()
+        if how == "sequence_mean"
+        else sums.mean() / {"sum": 1, "width": R}[how]
+    )
 
 
 def compare(
@@ -137,6 +157,33 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "mask one earlier": ({"moved": -1}, (), "response_mask one token earlier than in the file"),
     "part of a batch": ({"divisor": 4.0}, (), "loss and gradient are 0.25 times weft's"),
     "on policy": ({"on_policy": True}, (), "old_log_probs of the current weights"),
+    "clip-higher": ({"high": 0.28}, (), "rl.clip=[0.2, 0.28]"),
+    "KL that the config lacks": (
+        {"kl": "k2", "kl_coef": 0.04},
+        (),
+        "rl.kl_coef=0.04 rl.kl_in=loss rl.kl_estimator=k2",
+    ),
+    "entropy": ({"entropy": 0.01}, (), "rl.entropy_coef=0.01"),
+    "cap of TIS": (
+        {"tis": 3.0},
+        ("rl.correction=tis",),
+        "rl.correction=tis rl.correction_level=token rl.correction_limits=[0.0, 3.0]",
+    ),
+    "TIS not applied": (
+        {"tis": 2.0},
+        ("rl.correction=none",),
+        "rl.correction=tis rl.correction_level=token rl.correction_limits=[0.0, 2.0]",
+    ),
+    "old logprobs of the engine": (
+        {"from_engine": True},
+        ("rl.correction=tis",),
+        "rl.old_logprobs=rollout rl.correction=none",
+    ),
+    "sequences without tokens": (
+        {"aggregation": "sequence_mean", "untrained": 1},
+        ("rl.loss_aggregation=sequence_mean",),
+        "sequences without trained tokens count in the mean",
+    ),
 }
 
 
@@ -224,7 +271,7 @@ def test_a_reference_that_is_not_in_the_file_is_asked_for(folder: Path, capsys: 
     status, output = compare(folder, batch, capsys, "rl.kl_coef=0", *rows)
     assert status == 2 and "set step.max_tokens_per_device" in output, output
     for name, content, message in (
-        ("a.csv", "", "must end in .npz, .safetensors, .jsonl"), ("none.jsonl", None, "no such file"),
+        ("a.csv", "", "must end in .npz, .safetensors, .jsonl, .pt"), ("none.jsonl", None, "no such file"),
         ("bad.npz", "x", "cannot be read"), ("bad.jsonl", "{", "line 1: is not JSON"),
     ):  # fmt: skip
         if content is not None:

@@ -192,11 +192,15 @@ def _tolerance(text: str) -> float:
 class CompareStepOptions(CommandOptions):
     """`weft compare-step`."""
 
-    dump: str = argument("the other trainer's batch: .npz, .safetensors or .jsonl", "DUMP")
+    dump: str = argument(
+        "the other trainer's batch: .npz, .safetensors, .jsonl, .pt, .pkl; or a folder of files of one step", "DUMP"
+    )
     config: Sequence[str] = argument("as for weft rl", _CONFIG, nargs="*")
     tolerance: float = option(
         "maximum relative difference of numbers that agree (default: %(default)s)", "X", default=1e-4, type=_tolerance
     )
+    loss: float | None = option("the other trainer's loss, if the file has none", "X", type=float)
+    grad_norm: float | None = option("the other trainer's gradient norm, if the file has none", "X", type=float)
     device: Device = _device()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,22 +24,35 @@ from weft.launch.process import join
 from weft.models import hf
 from weft.recipes.verify import compute_in_fp32
 from weft.rl.algorithms import TOKEN_LOSSES
+from weft.rl.corrections import correct
 from weft.rl.documents import ReadSamples, TrainedSamples
 from weft.rl.model_engines import policy_config
-from weft.rl.step_dump import StepDump, read_step_dump, shifted
+from weft.rl.step_dump import NAMES, StepDump, read_step_dump, shifted
 from weft.terminal import counted, say
 
-_ARRAYS = ("old_logprobs", "ref_logprobs", "advantages", "correction")
+_ARRAYS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "correction")
+_KL_COEFFICIENTS = (0.001, 0.01, 0.04, 0.1)
+# Of Miles, slime and verl (2), TRL (3, of the whole sample), OpenRLHF and NeMo-RL (5).
+_CORRECTIONS = (
+    *(("tis", "token", (0.0, highest)) for highest in (2.0, 3.0, 5.0)),
+    *(("tis", "sequence", (0.0, highest)) for highest in (2.0, 3.0)),
+    *(("mis", "sequence", (0.0, highest)) for highest in (2.0, 3.0)),
+    ("mis", "token", (0.0, 2.0)),
+    ("icepop", "token", (0.5, 5.0)),
+)
+_ENTROPY_COEFFICIENTS = (0.001, 0.01)
 _TEMPERATURES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
 
 
 @dataclass(frozen=True)
 class Convention:
-    """One way to compute the batch. name: the key to set, or the other trainer's convention."""
+    """One way to compute the batch. name: the key to set, or the other trainer's convention. factor: of loss and
+    gradient."""
 
     name: str
     config: RlConfig
     samples: Sequence[Sample]
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Computed:
 def run(config: RlConfig, options: CompareStepOptions) -> bool:
     """Print the comparison. Returns whether weft, as configured, computes the same numbers. Raises UserError if the
     file or the config does not allow the comparison."""
-    dump = read_step_dump(Path(options.dump))
+    dump = read_step_dump(options.dump, options.loss, options.grad_norm)
     config = comparable_config(config, dump, options.dump)
     compute_in_fp32()
     hf.import_architectures(config.model.imports, config.model.path)
@@ -67,14 +79,14 @@ def run(config: RlConfig, options: CompareStepOptions) -> bool:
         for line in _notes(config, dump):
             say(line)
         say(_logprobs_line(engine, dump))
-        configured = compute(engine, Convention("", config, dump.samples))
+        configured = compute(engine, Convention("", config, dump.samples), dump)
         assert configured is not None, "read_step_dump refuses a file without trained tokens"
         agrees = fits(configured, dump, options.tolerance)
         for line in _numbers(configured, dump):
             say(line)
         fitting, equal = [], []
         for convention in conventions(config, dump):
-            computed = compute(engine, convention)
+            computed = compute(engine, convention, dump)
             if computed is None:
                 continue
             if fits(computed, replace(dump, loss=configured.loss, grad_norm=configured.grad_norm), options.tolerance):
@@ -105,7 +117,12 @@ def comparable_config(config: RlConfig, dump: StepDump, name: str) -> RlConfig:
     if first.correction is not None and first.old_logprobs is None:
         raise UserError(f"{name}: has a correction, but no old_log_probs: add them.")
     rl = replace(config.rl, measure_kl=False, mask_truncated=False, on_policy="measured")
-    if first.correction is None:
+    if first.correction is None and not dump.has_rollout:
+        if rl.old_logprobs == "rollout" and first.old_logprobs is None:
+            raise UserError(
+                f"{name}: has no {' or '.join(NAMES['rollout_log_probs'])}, which rl.old_logprobs=rollout needs: add "
+                "them, or set rl.old_logprobs=recompute."
+            )
         rl = replace(rl, correction="none")
     if rl.kl_in == "reward":
         rl = replace(rl, kl_coef=0.0)
@@ -120,9 +137,14 @@ def comparable_config(config: RlConfig, dump: StepDump, name: str) -> RlConfig:
     )
 
 
-def compute(engine: Engine, convention: Convention) -> Computed | None:
+def compute(engine: Engine, convention: Convention, dump: StepDump) -> Computed | None:
     """The loss and the gradient norm of the batch; None if a convention leaves no token to train on."""
-    documents = TrainedSamples(convention.samples, convention.config)
+    samples, rl = convention.samples, convention.config.rl
+    is_known = rl.old_logprobs == "rollout" or samples[0].old_logprobs is not None  # else the step itself corrects
+    if dump.has_rollout and is_known and dump.samples[0].correction is None:  # else the file's factors are used
+        samples = [replace(sample) for sample in samples]
+        correct(samples, rl)
+    documents = TrainedSamples(samples, convention.config)
     if not documents:
         return None
     loss = PolicyLoss(convention.config.rl, old_is_current=not documents.old_is_known)
@@ -133,7 +155,10 @@ def compute(engine: Engine, convention: Convention) -> Computed | None:
     engine.drop_gradients()
     total = sum(float((d.weights[1:] * d.arrays["advantages"][1:].abs()).sum()) for d in local.values())
     value = metrics["loss"]
-    return Computed(float("nan") if value is None else value, norm, total / loss.normaliser(plan))
+    factor = convention.factor
+    return Computed(
+        float("nan") if value is None else value * factor, norm * factor, total / loss.normaliser(plan) * factor
+    )
 
 
 def fits(computed: Computed, dump: StepDump, tolerance: float) -> bool:
@@ -178,13 +203,38 @@ def conventions(config: RlConfig, dump: StepDump) -> Iterator[Convention]:
         yield with_rl(kl_clamp=10.0 if rl.kl_clamp is None else None)
         yield with_rl(kl_unbiased=not rl.kl_unbiased)
         yield with_rl(kl_coef=0.0)
-    if rl.entropy_coef > 0:
+    elif first.ref_logprobs is not None:
+        for coefficient in _KL_COEFFICIENTS:
+            for estimator in ("k3", "k2", "k1"):
+                yield with_rl(kl_coef=coefficient, kl_in="loss", kl_estimator=estimator)
+    if not rl.entropy_coef:
+        for coefficient in _ENTROPY_COEFFICIENTS:
+            yield with_rl(entropy_coef=coefficient)
+    else:
         yield with_rl(entropy_coef=0.0)
         for how in ("token_mean", "sequence_mean"):
             if how != (rl.entropy_aggregation or rl.loss_aggregation):
                 yield with_rl(entropy_aggregation=how)
+    trained = [sample for sample in dump.samples if sample.length]
+    if rl.loss_aggregation != "token_mean" and len(trained) < len(dump.samples):
+        name = "sequences without trained tokens count in the mean (rl.mask_truncated=true rl.count_masked=true)"
+        yield Convention(name, config, dump.samples, len(trained) / len(dump.samples))
+    tokens = sum(sample.length for sample in trained)
+    if rl.loss_aggregation == "token_mean" and dump.step_tokens not in (None, 0, tokens):
+        name = f"divided by the {dump.step_tokens:g} tokens of the step, of which the file has {tokens}"
+        yield Convention(name, config, dump.samples, tokens / dump.step_tokens)
     if first.correction is not None:
         yield with_rl(correction="none")
+    elif dump.has_rollout:
+        if first.old_logprobs is not None or rl.old_logprobs == "rollout":
+            other = "recompute" if rl.old_logprobs == "rollout" else "rollout"
+            yield with_rl(old_logprobs=other, correction="none")
+        if rl.corrects:
+            yield with_rl(correction="none")
+        for correction, level, limits in _CORRECTIONS:
+            keys = {"correction": correction, "correction_level": level, "correction_limits": limits}
+            if rl.old_logprobs != "rollout" and any(getattr(rl, key) != value for key, value in keys.items()):
+                yield with_rl(**keys)
     if first.old_logprobs is not None and first.correction is None:
         name = "old_log_probs of the current weights (as in the first update after a rollout)"
         yield with_samples(name, lambda sample: {"old_logprobs": None})
@@ -254,8 +304,12 @@ def _notes(config: RlConfig, dump: StepDump) -> list[str]:
     notes = []
     if first.old_logprobs is None:
         notes.append("note     no old_log_probs in the file: weft computes them with the given weights")
-    if first.correction is None:
+    if first.correction is None and not dump.has_rollout:
         notes.append("note     no correction in the file: rl.correction is not compared")
+    elif first.correction is None and config.rl.corrects:
+        notes.append(
+            f"note     rl.correction={config.rl.correction} is computed from the engine's logprobs of the file"
+        )
     if first.ref_logprobs is not None and not config.rl.kl_coef:
         notes.append("note     ref_log_prob is not read: this config has no KL in the loss")
     return notes

@@ -15,70 +15,98 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from weft import strict_json
 from weft.errors import UserError
 from weft.inference.types import Flags, Floats, Prompt, Sample
+from weft.rl.dump_files import SCALARS, dump_paths, read_columns
 
 Rows = list[NDArray[Any]]
 
-# Field -> the names that files may have for it: weft's, then those of verl, TRL and Miles.
+# Field -> the names that files may have for it, best first: weft's, then those of other trainers.
 NAMES: dict[str, tuple[str, ...]] = {
-    "input_ids": ("input_ids", "tokens"),
+    "input_ids": ("input_ids", "tokens", "token_ids", "sequences"),
     "attention_mask": ("attention_mask",),
-    "response_mask": ("response_mask", "loss_mask", "loss_masks"),
-    "old_log_probs": ("old_log_probs", "old_per_token_logps", "log_probs"),
-    "ref_log_prob": ("ref_log_prob", "ref_per_token_logps", "ref_log_probs"),
+    "response_mask": ("response_mask", "loss_mask", "loss_masks", "action_mask", "token_loss_mask", "token_mask"),
+    "old_log_probs": ("old_log_probs", "old_per_token_logps", "log_probs", "prev_logprobs", "action_log_probs"),
+    "ref_log_prob": (
+        "ref_log_prob", "ref_per_token_logps", "ref_log_probs", "ref_logprobs", "reference_policy_logprobs",
+        "base_action_log_probs",
+    ),
+    "rollout_log_probs": (
+        "rollout_log_probs", "sampling_per_token_logps", "generation_logprobs", "infer_logprobs", "inference_logprobs",
+    ),
     "advantages": ("advantages",),
     "correction": ("correction", "rollout_is_weights", "importance_sampling_ratio"),
-    "loss": ("loss", "pg_loss", "actor/loss", "train/loss"),
-    "grad_norm": ("grad_norm", "actor/grad_norm", "train/grad_norm"),
-}
-SCALARS = ("loss", "grad_norm")
-# TRL has the prompt, padded on the left, apart from the completion, padded on the right.
+    **SCALARS,
+}  # fmt: skip
+# TRL and verl have the prompt, padded on the left, and the completion, padded on the right.
 _HALVES = {
-    "input_ids": ("prompt_ids", "completion_ids"),
-    "attention_mask": ("prompt_mask", "completion_mask"),
+    "input_ids": (("prompt_ids", "completion_ids"), ("prompts", "responses")),
+    "attention_mask": (("prompt_mask", "completion_mask"),),
 }
-_SUFFIXES = (".npz", ".safetensors", ".jsonl")
+# Masks of tokens, or of samples, that are 0 where response_mask covers tokens that are not trained.
+_FURTHER_MASKS = ("tool_mask", "sample_loss_mask", "sample_mask")
+_LENGTHS = ("total_lengths", "input_lengths", "sequence_lengths")  # tokens of each sequence, without padding
+# Names of files that trainers write beside their batches -> the files with batches.
+_OTHER_FILES = {
+    ("input", "output", "score"): "it is text, as verl writes to trainer.rollout_data_dir, without token ids, logprobs "
+    "and advantages. Write the DataProto of an update, as in data.save_to_disk('step.pkl')",
+    ("response_length", "reward"): "it has samples before their advantages, as Miles and slime write with "
+    "--save-debug-rollout-data. Give it a file of --save-debug-train-data",
+    ("token_level_scores",): "it was written before the advantages were computed: write the DataProto of update_actor",
+}
 
 
 @dataclass(frozen=True)
 class StepDump:
     """A read and checked file. samples: without padding; they have advantages, and old_logprobs, ref_logprobs and
-    correction if the file has them. loss, grad_norm: None if the file has none. width: the most tokens from the first
-    to the last trained one, in one sample."""
+    correction if the file has them. has_rollout: whether it has the engine's logprobs, too. loss, grad_norm: None if
+    there is none. step_tokens: trained tokens of the step, of which the file may be a part; None: not in the file.
+    width: the most tokens from the first to the last trained one, in one sample."""
 
     samples: list[Sample]
+    has_rollout: bool
     loss: float | None
     grad_norm: float | None
+    step_tokens: float | None
     width: int
 
 
-def read_step_dump(path: Path) -> StepDump:
-    """Read a file of another trainer's batch. Raises UserError if the file cannot be read, lacks a field, or if the
-    fields' shapes do not fit."""
-    if path.suffix not in _SUFFIXES:
-        raise UserError(f"{path}: must end in {', '.join(_SUFFIXES)}, which says how it is read.")
-    fields = _renamed(_read_lines(path) if path.suffix == ".jsonl" else _read_arrays(path), path)
-    for name in ("input_ids", "response_mask", "advantages"):
-        if name not in fields:
-            raise UserError(f"{path}: has no {' or '.join(NAMES[name])}. It has: {', '.join(sorted(fields))}.")
-    numbers = {name: _number(fields[name], name, path) for name in SCALARS if name in fields}
-    if not numbers:
-        raise UserError(f"{path}: has neither loss nor grad_norm, so there is nothing to compare: add one or both.")
-    arrays: dict[str, Rows] = {name: list(fields[name]) for name in fields if name not in SCALARS}
+def read_step_dump(name: str, loss: float | None = None, grad_norm: float | None = None) -> StepDump:
+    """Read another trainer's batch. name: as in dump_paths. loss, grad_norm: in place of the files' own. Raises
+    UserError if a file cannot be read, lacks a field, or if the fields' shapes do not fit."""
+    given = {key: value for key, value in (("loss", loss), ("grad_norm", grad_norm)) if value is not None}
+    fields: dict[str, Any] = {}
+    for path in dump_paths(name):
+        fields = _joined(fields, _renamed(read_columns(path), path), path)
+    fields = _without_repeated(fields) | given
+    for field in ("input_ids", "response_mask", "advantages"):
+        if field not in fields:
+            raise UserError(f"{name}: has no {' or '.join(NAMES[field][:3])}. It has: {', '.join(sorted(fields))}.")
+    numbers = {field: _number(fields.pop(field), field, name) for field in SCALARS if field in fields}
+    if not numbers.keys() & {"loss", "grad_norm"}:
+        raise UserError(
+            f"{name}: has neither loss nor grad_norm, so there is nothing to compare: add one or both, or write them "
+            "behind the command, as in --loss 0.012 --grad-norm 0.34."
+        )
+    arrays: dict[str, Rows] = {field: list(rows) for field, rows in fields.items()}
     count = len(arrays["input_ids"])
-    for name, rows in arrays.items():
+    for field, rows in arrays.items():
         if len(rows) != count:
-            raise UserError(f"{path}: {name} has {len(rows)} rows, but input_ids has {count}.")
+            raise UserError(f"{name}: {field} has {len(rows)} rows, but input_ids has {count}.")
     samples = [
-        _sample(index, {name: np.asarray(rows[index]) for name, rows in arrays.items()}, path) for index in range(count)
+        _sample(index, {field: np.asarray(rows[index]) for field, rows in arrays.items()}, name)
+        for index in range(count)
     ]
     if not any(sample.length for sample in samples):
-        raise UserError(f"{path}: response_mask is 0 everywhere, so no token is trained.")
+        raise UserError(f"{name}: response_mask is 0 everywhere, so no token is trained.")
     spans = [np.flatnonzero(sample.sampled) for sample in samples if sample.length]
     return StepDump(
-        samples, numbers.get("loss"), numbers.get("grad_norm"), max(int(span[-1] - span[0]) + 1 for span in spans)
+        samples,
+        "rollout_log_probs" in arrays,
+        numbers.get("loss"),
+        numbers.get("grad_norm"),
+        numbers.get("step_tokens"),
+        max(int(span[-1] - span[0]) + 1 for span in spans),
     )
 
 
@@ -92,83 +120,117 @@ def shifted(values: NDArray[Any], tokens: int) -> NDArray[Any]:
     return moved
 
 
-# ---------------------------------------------------------------- files
-
-
-def _read_arrays(path: Path) -> dict[str, Any]:
-    """Name -> array, of a file of numpy or safetensors. Nothing is unpickled."""
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                return {name: file[name] for name in file.files}
-        from safetensors.torch import load_file
-
-        tensors = load_file(path)
-    except Exception as error:  # the exception for a damaged file depends on the library
-        hint = " weft does not read arrays of objects: pad them, or write .jsonl." if "pickle" in str(error) else ""
-        raise UserError(f"{path}: cannot be read: {error}.{hint}") from error
-    return {name: (t.double() if t.is_floating_point() else t).numpy() for name, t in tensors.items()}
-
-
-def _read_lines(path: Path) -> dict[str, Any]:
-    """The fields of a .jsonl file: a line for each sequence, and the scalars in any one line."""
-    columns: dict[str, list[Any]] = {}
-    scalars: dict[str, Any] = {}
-    count = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = strict_json.parse(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: is not JSON: {error}.") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: must be a JSON object.")
-        for name in [name for name in row if any(name in NAMES[scalar] for scalar in SCALARS)]:
-            if name in scalars:
-                raise UserError(
-                    f"{path}, line {number}: has {name} again: write it once, because it is a number of the "
-                    "whole batch."
-                )
-            scalars[name] = row.pop(name)
-        if not row:
-            continue
-        if count and set(row) != set(columns):
-            raise UserError(
-                f"{path}, line {number}: has {', '.join(sorted(row))}, but the lines before have "
-                f"{', '.join(sorted(columns))}."
-            )
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-        count += 1
-    return {**columns, **scalars}
+# ---------------------------------------------------------------- fields
 
 
 def _renamed(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Field of NAMES -> its values. Other names are left out."""
+    """Field of NAMES -> its values: one for each sequence, or a scalar. Other names are left out."""
     fields: dict[str, Any] = {}
-    for name, aliases in NAMES.items():
-        present = [alias for alias in aliases if alias in raw]
-        if len(present) > 1:
-            raise UserError(
-                f"{path}: has {' and '.join(present)}, which are names of the same field. Keep only one of them."
-            )
-        if present:
-            fields[name] = raw[present[0]]
-    for name, (prompt, completion) in _HALVES.items():
-        if name not in fields and prompt in raw and completion in raw:
-            if len(raw[prompt]) != len(raw[completion]):
+    for field, aliases in NAMES.items():
+        present = [alias for alias in aliases if alias in raw and raw[alias] is not None]
+        for alias in present[1:]:
+            if _contradict(raw[present[0]], raw[alias]):
                 raise UserError(
-                    f"{path}: {prompt} has {len(raw[prompt])} rows, but {completion} has {len(raw[completion])}."
+                    f"{path}: has {present[0]} and {alias}, which are names of the same field. Keep only one of them."
                 )
-            halves = zip(raw[prompt], raw[completion], strict=True)
-            fields[name] = [np.concatenate([np.asarray(a), np.asarray(b)]) for a, b in halves]
+        if present:
+            fields[field] = raw[present[0]]
+    for field, halves in _HALVES.items():
+        for prompt, completion in halves:
+            if field not in fields and prompt in raw and completion in raw:
+                if len(raw[prompt]) != len(raw[completion]):
+                    raise UserError(
+                        f"{path}: {prompt} has {len(raw[prompt])} rows, but {completion} has {len(raw[completion])}."
+                    )
+                pairs = zip(raw[prompt], raw[completion], strict=True)
+                fields[field] = [np.concatenate([np.asarray(a), np.asarray(b)]) for a, b in pairs]
+                if prompt == "prompts" and "attention_mask" not in fields:
+                    raise UserError(
+                        f"{path}: has prompts and responses, but no attention_mask, which tells padding from tokens: "
+                        "add it, or input_ids without padding."
+                    )
     if "completion_mask" in raw:
         fields.setdefault("response_mask", raw["completion_mask"])
+    if "input_ids" in fields and "advantages" not in fields:
+        _refuse_other_files(raw, path)
+    elif "input_ids" not in fields:
+        _refuse_other_files(raw, path)
+        raise UserError(
+            f"{path}: has no {' or '.join(NAMES['input_ids'][:3])}. It has: {', '.join(sorted(map(str, raw))[:30])}."
+        )
+    fields = {field: values if field in SCALARS else _rows(values, raw) for field, values in fields.items()}
+    lengths = _lengths(raw)
+    if lengths is not None and "attention_mask" not in fields:
+        rows = zip(fields["input_ids"], lengths, strict=True)
+        fields["attention_mask"] = [np.arange(len(ids)) < length for ids, length in rows]
+    for name in _FURTHER_MASKS:
+        if name in raw and "response_mask" in fields:
+            rows = zip(fields["response_mask"], _rows(raw[name], raw), strict=True)
+            fields["response_mask"] = [np.asarray(mask) * np.asarray(further) for mask, further in rows]
+    number = next((name for name in ("partition", "sample_indices") if raw.get(name) is not None), None)
+    if number is not None and len(raw[number]) == len(fields["input_ids"]):
+        fields["number"] = list(raw[number])
     return fields
 
 
-def _number(value: Any, name: str, path: Path) -> float:
+def _contradict(first: Any, second: Any) -> bool:
+    """Whether two values of one field are of one shape, but not equal."""
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first.shape == second.shape and not np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
+    return type(first) is type(second) and bool(np.any(first != second)) and not isinstance(first, list)
+
+
+def _lengths(raw: Mapping[str, Any]) -> NDArray[np.int64] | None:
+    """Tokens of each sequence; None: not in the file."""
+    if raw.get("cu_seqlens") is not None:
+        return np.diff(_flat(raw["cu_seqlens"]))
+    return next((_flat(raw[name]) for name in _LENGTHS if raw.get(name) is not None), None)
+
+
+def _refuse_other_files(raw: Mapping[str, Any], path: Path) -> None:
+    for names, reason in _OTHER_FILES.items():
+        if all(name in raw for name in names):
+            raise UserError(f"{path}: has no advantages: {reason}.")
+
+
+def _rows(values: Any, raw: Mapping[str, Any]) -> list[Any]:
+    """A value for each sequence. Sequences joined in one array are split by the lengths beside it; a row that is a
+    matrix of one row is that row."""
+    if getattr(values, "ndim", 0) == 1:
+        answers = raw.get("response_lengths")
+        for lengths in (None if answers is None else _flat(answers), _lengths(raw)):
+            if lengths is not None and len(lengths) != len(values) == lengths.sum():
+                return list(np.split(values, np.cumsum(lengths)[:-1]))
+    return [row[0] if np.ndim(row) == 2 and len(row) == 1 else row for row in values]
+
+
+def _flat(values: Any) -> NDArray[np.int64]:
+    return np.asarray(values, np.int64).reshape(-1)
+
+
+def _joined(before: dict[str, Any], fields: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The sequences of two files one after the other."""
+    if before and before.keys() != fields.keys():
+        raise UserError(
+            f"{path}: has {', '.join(sorted(fields))}, but the files before have {', '.join(sorted(before))}."
+        )
+    if not before:
+        return fields
+    return {field: values if field in SCALARS else [*before[field], *values] for field, values in fields.items()}
+
+
+def _without_repeated(fields: dict[str, Any]) -> dict[str, Any]:
+    """Every sequence once, by `number`: ranks of tensor parallelism write the same ones."""
+    numbers = fields.pop("number", None)
+    if numbers is None:
+        return fields
+    first = list({number: index for index, number in reversed(list(enumerate(numbers)))}.values())[::-1]
+    return {
+        field: values if field in SCALARS else [values[index] for index in first] for field, values in fields.items()
+    }
+
+
+def _number(value: Any, name: str, path: str) -> float:
     try:
         number = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -181,7 +243,7 @@ def _number(value: Any, name: str, path: Path) -> float:
 # ---------------------------------------------------------------- samples
 
 
-def _sample(index: int, row: Mapping[str, NDArray[Any]], path: Path) -> Sample:
+def _sample(index: int, row: Mapping[str, NDArray[Any]], path: str) -> Sample:
     """One sequence without its padding."""
     location = f"{path}: row {index}"
     ids = row["input_ids"]
@@ -217,13 +279,13 @@ def _sample(index: int, row: Mapping[str, NDArray[Any]], path: Path) -> Sample:
     def floats(name: str) -> Floats | None:
         return np.nan_to_num(columns[name][read]).astype(np.float32) if name in columns else None
 
-    tokens = ids[read].astype(np.int64)
+    tokens, rollout = ids[read].astype(np.int64), floats("rollout_log_probs")
     return Sample(
         Prompt(index, 0, tuple(tokens[: int(np.argmax(sampled[read]))].tolist()), ""),
         0,
         tokens,
         sampled[read],
-        np.zeros(len(tokens), np.float32),
+        np.zeros(len(tokens), np.float32) if rollout is None else rollout,
         np.zeros(len(tokens), np.int32),
         "end",
         reward=0.0,
