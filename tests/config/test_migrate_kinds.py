@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,27 @@ datasets: [{path: org/twice, type: alpaca}, {path: org/twice, type: alpaca}]
 micro_batch_size: 1
 learning_rate: 0.0002
 """
+GRPO = """
+  generation: {backend: vllm, max_new_tokens: 256, temperature: 0.9, val_temperature: 0.6, val_top_k: null}
+data: {train: {dataset_name: OpenMathInstruct-2}, validation: {dataset_name: AIME2024}}
+env: {math: {num_workers: 8}}
+grpo:
+  num_prompts_per_step: 32
+  num_generations_per_prompt: 16
+  max_num_steps: 60
+  normalize_rewards: true
+  use_leave_one_out_baseline: true
+  val_period: 10
+  val_num_generations_per_prompt: 4
+"""
+AUTOMODEL = """
+recipe: {_target_: nemo_automodel.recipes.llm.train_ft.TrainFinetuneRecipeForNextTokenPrediction}
+step_scheduler: {global_batch_size: 64, local_batch_size: 8, max_steps: 100}
+model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: org/model}
+packed_sequence: {packed_sequence_size: 0}
+dataset: {path_or_dataset_id: org/data, split: "0.99, 0.01, 0.00"}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-5}
+"""
 HEREDOC = """
 read -r -d '' training_commands <<EOF
 openrlhf.cli.train_sft \\
@@ -104,6 +126,26 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "schedule.name": "cosine", "schedule.warmup_steps": 13, "schedule.min_lr_ratio": 0.1,
         "data.path": "agentica-org/DeepScaleR-Preview-Dataset",
     }),
+    "NeMo-RL's REINFORCE++": (
+        "a.yaml",
+        NEMO + TORCH + GRPO + "  adv_estimator: {name: reinforce_plus_plus, minus_baseline: false}\n"
+        "loss_fn: {reference_policy_kl_penalty: 0, use_cispo: true}\n",
+        "rl",
+        {"rl.advantage": "reinforce++", "rl.gamma": 1.0, "rl.policy_loss": "cispo", "rl.minibatches": 4,
+         "eval.samples": 4, "eval.temperature": 0.6, "eval.top_k": 0, "rollout.temperature": 0.9},
+    ),
+    "NeMo-RL's estimator before its older keys": (
+        "a.yaml",
+        NEMO + TORCH + GRPO + "  adv_estimator: {use_leave_one_out_baseline: true, normalize_rewards: false}\n"
+        "loss_fn: {reference_policy_kl_penalty: 0, use_importance_sampling_correction: true,\n"
+        "  truncated_importance_sampling_type: icepop, truncated_importance_sampling_ratio: 5.0,\n"
+        "  truncated_importance_sampling_ratio_min: 0.5}\n",
+        "rl",
+        {"rl.advantage": "rloo", "rl.correction": "icepop", "rl.correction_limits": (0.5, 5.0)},
+    ),
+    "Automodel without packing": ("a.yaml", AUTOMODEL, "sft", {
+        "step.max_tokens_per_device": 8192, "step.documents": 64, "data.path": "org/data", "data.split": None,
+    }),
     "axolotl's QLoRA": ("a.yaml", QLORA, "sft", {
         "lora.base": "nf4", "fsdp.cpu_offload": False, "model.compile": "auto",
     }),
@@ -118,7 +160,7 @@ def test_the_draft_loads_and_means_the_same(name: str, tmp_path: Path) -> None:
     file, text, command, expected = CASES[name]
     made, drafted_command = draft(tmp_path, text, file)
     assert drafted_command == command
-    (tmp_path / "mine.yaml").write_text(made)
+    (tmp_path / "mine.yaml").write_text(re.sub(r"null  # CONFIRM: write (\S+),.*", r"\1", made))
     config = load_config([str(tmp_path / "mine.yaml")], [], SCHEMAS[command], weights=False)
     got = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in expected}
     assert got == expected
@@ -137,8 +179,30 @@ def test_a_section_that_is_off_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("grpo.adv_estimator.name: gdpo", "advantage: gdpo, which weft does not have ->"),
+        ("loss_fn.positive_example_nll_weight: 0.1", "cross entropy of samples with the highest reward: added"),
+        ("loss_fn.force_on_policy_ratio: true", "ratio of the policy and the old one: 1 -> to the policy of the"),
+        ("loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis,"
+         " truncated_importance_sampling_ratio: 1.002, truncated_importance_sampling_ratio_min: 0.999}",
+         "0 in samples whose geometric mean is not 0.999 to 1.002"),
+    ],
+)  # fmt: skip
+def test_what_nemo_rl_computes_otherwise_differs(settings: str, words: str, tmp_path: Path) -> None:
+    made = draft(tmp_path, f"{NEMO}{TORCH}{GRPO}{settings}\n")[0].replace("\n#     ", " ")
+    assert words in made.partition("# The draft is refused until")[0]
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
+        (QLORA + "rl: ebft\n", "it is an EBFT config of axolotl"),
+        (AUTOMODEL.replace("recipe: {_target_: nemo_automodel.recipes", "recipe: TrainEagle3Recipe  # {"),
+         r"for a draft model of speculative decoding \(recipe\), which weft does not train"),
+        (AUTOMODEL + "flow_matching: {adapter_type: flux}\n", "for a diffusion model"),
+        (AUTOMODEL.replace("train_ft.TrainFinetuneRecipe", "kd.KnowledgeDistillationRecipe"),
+         "it is a distillation config of NeMo Automodel"),
         (NEMO + MATH + "\ndistillation: {num_prompts_per_step: 128}\nteacher: {model_name: org/teacher}\n",
          "it is a distillation config of NeMo-RL"),
         ("algorithm: {adv_estimator: gdpo}\nactor_rollout_ref: {model: {path: org/model}}\n",

@@ -16,10 +16,11 @@ from weft.config.migrate.names import advice_for, entry_of, weft_value
 from weft.config.migrate.trainer import ANY, ITSELF, NOTE, TABLES, JobNames, RlDraft, Trainer
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
+from weft.config.sources import split_problems
 from weft.config.yaml12 import Node, read_value, show
 
 _LISTS = ("model.freeze", "fsdp.wrap", "track.report_to")  # lists filled by several names of a trainer
-_PATTERNS = ("lora.targets",)  # keys for which other trainers accept regular expressions
+_PATTERNS = ("lora.targets", "data.split")  # keys for which other trainers accept other expressions
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,8 @@ def _fitting(key: Key, value: Any) -> Any:
     """The value in a form that this key accepts; None if there is none."""
     equivalent = weft_value(key.name, value)
     if key.name == "optimizer.name" and equivalent is None and not _is_optimizer(value):
+        return None
+    if key.name == "data.split" and (not isinstance(value, str) or any(split_problems(value))):
         return None
     if isinstance(value, str) and "," in value and "tuple" in str(key.type) and not value.startswith("["):
         value = [part.strip() for part in value.split(",")]  # LLaMA-Factory's lists

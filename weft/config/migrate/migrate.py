@@ -9,7 +9,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_datasets, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
-from weft.config.migrate.nemo_rl import NemoRl, settings_in_use, take_schedule
+from weft.config.migrate.nemo_rl import NemoRl, settings_in_use, settle_schedule
 from weft.config.migrate.openrlhf import OpenRlhf
 from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
 from weft.config.migrate.prime_rl import PrimeRl
@@ -61,6 +61,10 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
     "trl": Trl,
     "verl": Verl,
 }
+# trainer -> (settings as read -> (those that have an effect, name -> advice about the others))
+_IN_USE: dict[str, Callable[[Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]]] = {"nemo_rl": settings_in_use}
+# trainer -> what writes keys of a draft without an algorithm that depend on several names
+_SETTLE: dict[str, Callable[[Draft, Mapping[str, Any]], None]] = {"nemo_rl": settle_schedule}
 _SIGNS = 4  # maximum number of recognised names that the draft shows
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds
@@ -88,15 +92,14 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     settings = {former.get(name.lower(), name): value for name, value in settings.items()}
     settings = dict(_without_no(name, value) for name, value in settings.items())
     unused: dict[str, str] = {}
-    if trainer.name == "nemo_rl":
-        settings, unused = settings_in_use(settings)
+    if trainer.name in _IN_USE:
+        settings, unused = _IN_USE[trainer.name](settings)
     draft = Draft(trainer, schema, notes=unused)
     algorithm = None if draft.rl is None else _ALGORITHMS[trainer.name].class_for(settings)
     _take_names(draft, settings, algorithm)
     _add_defaults(draft, settings)
-    if trainer.name == "nemo_rl" and algorithm is None:
-        original, drafted, is_same = take_schedule(draft, settings)
-        draft.notes |= {} if is_same else {"policy.scheduler": f"{original} there, {drafted} here."}
+    if trainer.name in _SETTLE and algorithm is None:
+        _SETTLE[trainer.name](draft, settings)
     if draft.command == "dpo":
         settle_preferences(draft, settings)
     elif draft.command == "reward":
@@ -154,6 +157,10 @@ def _trainer_of(settings: Mapping[str, Any], files: Sequence[str]) -> tuple[Trai
             "with the keys of docs/reference/config.md."
         )
     trainer, signs = by_signs
+    for name, value in settings.items():
+        kind = trainer.foreign_kind(entry_of(name, trainer.foreign) or "", value)
+        if kind is not None:
+            raise UserError(f"{subject} a config of {trainer.title} for {kind} ({name}), which weft does not train.")
     task = task_of(trainer, settings)
     if task is not None and not task.is_drafted:
         raise UserError(f"{subject} {task}")

@@ -94,7 +94,7 @@ class Task:
 
     def __str__(self) -> str:
         """The kind of config, and weft's support for it, as the end of a sentence about the file."""
-        article = "an" if self.algorithm[0] in "RIO" and self.algorithm.isupper() and self.algorithm != "RLOO" else "a"
+        article = "an" if self.algorithm[0] in "EIOR" and self.algorithm.isupper() and self.algorithm != "RLOO" else "a"
         description = f"{article} {self.algorithm.replace('_', ' ')} config of {self.trainer.title} ({self.sign})"
         if self.algorithm in _PAIRS:
             return f"{description}. {_NEAREST}"
@@ -118,7 +118,9 @@ _COMMANDS = {
     PREFERENCES: "`weft dpo` trains on preferences. docs/how-to/dpo.md has the keys.",
 }
 
-_ALGORITHMS = re.compile(r"online_dpo|nash_md|xpo|gdpo|grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
+_ALGORITHMS = re.compile(
+    r"online_dpo|nash_md|xpo|ebft|gdpo|grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo"
+)
 _ESTIMATORS = ("adv_estimator", "advantage_estimator")  # names whose value is the algorithm
 _OF_NAMES = {"rloo_k": "RLOO", "reward_model_path": "PPO", "normalize_advantages": "RLOO", "desirable_weight": "KTO"}
 _OF_PAIRS, _OF_PPO = {"missing_eos_penalty", "judge", "max_new_tokens"}, {"response_length", "num_ppo_epochs"}  # TRL's

@@ -24,7 +24,12 @@ DEFAULTS: dict[str, Any] = {
     "grpo.max_rollout_turns": 1,
     "grpo.normalize_rewards": True,
     "grpo.use_leave_one_out_baseline": True,
+    "grpo.adv_estimator.name": "grpo",
+    "grpo.adv_estimator.normalize_rewards": None,
+    "grpo.adv_estimator.use_leave_one_out_baseline": None,
+    "grpo.adv_estimator.minus_baseline": True,
     "grpo.val_at_start": False,
+    "grpo.val_num_generations_per_prompt": 1,
     "grpo.use_dynamic_sampling": False,
     "grpo.overlong_filtering": False,
     "loss_fn.reference_policy_kl_penalty": 0.01,
@@ -39,6 +44,12 @@ DEFAULTS: dict[str, Any] = {
     "loss_fn.use_on_policy_kl_approximation": False,
     "loss_fn.use_importance_sampling_correction": False,
     "loss_fn.truncated_importance_sampling_ratio": None,
+    "loss_fn.truncated_importance_sampling_ratio_min": None,
+    "loss_fn.truncated_importance_sampling_type": "tis",
+    "loss_fn.use_kl_in_reward": False,
+    "loss_fn.use_cispo": False,
+    "loss_fn.positive_example_nll_weight": 0.0,
+    "loss_fn.force_on_policy_ratio": False,
     "loss_fn.token_level_loss": True,
     "checkpointing.enabled": True,
     "checkpointing.save_period": 10,
@@ -53,6 +64,9 @@ DEFAULTS: dict[str, Any] = {
     "policy.generation.temperature": 1.0,
     "policy.generation.top_p": 1.0,
     "policy.generation.top_k": None,
+    "policy.generation.val_temperature": None,
+    "policy.generation.val_top_p": None,
+    "policy.generation.val_top_k": None,
     "policy.generation.stop_strings": None,
     "policy.generation.vllm_cfg.tensor_parallel_size": 1,
     "policy.generation.vllm_cfg.enforce_eager": False,
@@ -225,29 +239,51 @@ class NemoRl(Algorithm):
 
     def advantage(self) -> None:
         """Set rl.algorithm, rl.advantage, rl.advantage_norm, rl.mask_truncated and rl.dynamic_sampling."""
-        excludes, divides = self.on("grpo.use_leave_one_out_baseline"), self.on("grpo.normalize_rewards")
-        name = "grpo.use_leave_one_out_baseline"
-        advantage = "rloo" if excludes and not divides else "grpo"
-        self.take("rl.algorithm", advantage, name)
-        self.take("rl.advantage", advantage, name)
-        members = "other samples of the group" if excludes else "group"
-        original = f"reward - mean of the {members}"
-        if divides:
-            original += f" / standard deviation of the {members}, divisor n"
-        if advantage == "grpo":
-            self.take("rl.advantage_norm", "group" if divides else "none", "grpo.normalize_rewards")
-        drafted = f"reward - mean of the {'other samples of the group' if advantage == 'rloo' else 'group'}"
-        drafted += " / standard deviation of the group, divisor n - 1" * divides
-        (self.differs if divides else self.same)("advantage", original, drafted)
+        estimator = str(self.value("grpo.adv_estimator.name"))
+        if estimator == "reinforce_plus_plus":
+            minus = self.on("grpo.adv_estimator.minus_baseline")
+            advantage = "reinforce++_baseline" if minus else "reinforce++"
+            for key in ("rl.algorithm", "rl.advantage"):
+                self.take(key, advantage, "grpo.adv_estimator.name")
+            if not minus:
+                self.take("rl.gamma", 1.0, "rl.gamma", "NeMo-RL does not discount")
+            self.same("advantage", *[f"reward{' - mean of the group' * minus}, whitened over all tokens"] * 2)
+        else:
+            self.of_groups(estimator)
         self.take("rl.mask_truncated", self.on("grpo.overlong_filtering"), "grpo.overlong_filtering")
         replaces = self.on("grpo.use_dynamic_sampling")
         self.take("rl.dynamic_sampling", 100 if replaces else 0, "grpo.use_dynamic_sampling")
 
+    def of_groups(self, estimator: str) -> None:
+        """Set rl.algorithm, rl.advantage and rl.advantage_norm of an advantage that compares a group's samples."""
+        leaves = ("use_leave_one_out_baseline", "normalize_rewards")
+        names = [f"grpo.adv_estimator.{leaf}" for leaf in leaves]  # of later versions, where they are set
+        names = [
+            name if self.value(name) is not None else f"grpo.{leaf}" for name, leaf in zip(names, leaves, strict=True)
+        ]
+        excludes, divides = map(self.on, names)
+        advantage = "rloo" if excludes and not divides else "grpo"
+        self.take("rl.algorithm", advantage, names[0])
+        self.take("rl.advantage", advantage, names[0])
+        members = "other samples of the group" if excludes else "group"
+        original = f"reward - mean of the {members}"
+        if divides:
+            original += f" / standard deviation of the {members}, divisor n"
+        if estimator != "grpo":
+            original = f"{estimator}, which weft does not have"
+        if advantage == "grpo":
+            self.take("rl.advantage_norm", "group" if divides else "none", names[1])
+        drafted = f"reward - mean of the {'other samples of the group' if advantage == 'rloo' else 'group'}"
+        drafted += " / standard deviation of the group, divisor n - 1" * divides
+        (self.differs if divides or estimator != "grpo" else self.same)("advantage", original, drafted)
+
     def policy_loss(self) -> None:
         """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
         plain, sequence = self.on(f"{_LOSS}.disable_ppo_ratio"), self.on(f"{_LOSS}.sequence_level_importance_ratios")
-        loss = "reinforce" if plain else "gspo" if sequence else "ppo"
+        cispo = self.on(f"{_LOSS}.use_cispo")
+        loss = "reinforce" if plain else "cispo" if cispo else "gspo" if sequence else "ppo"
         name = f"{_LOSS}.disable_ppo_ratio" if plain else f"{_LOSS}.sequence_level_importance_ratios"
+        name = f"{_LOSS}.use_cispo" if cispo else name
         self.take("rl.policy_loss", loss, name)
         self.same("policy loss", loss, loss)
         if not plain:
@@ -259,6 +295,8 @@ class NemoRl(Algorithm):
         mode = "token-mean" if self.on(f"{_LOSS}.token_level_loss") else "seq-mean-token-mean"
         self.aggregation(mode, f"{_LOSS}.token_level_loss", "policy.max_grad_norm")
         self.take("rl.entropy_coef", 0.0, "rl.entropy_coef", "NeMo-RL has none")
+        if weight := self.number(f"{_LOSS}.positive_example_nll_weight"):
+            self.differs("cross entropy of samples with the highest reward", f"added, times {weight:g}", "none")
 
     def kl(self) -> None:
         """Set rl.kl_coef and the related keys."""
@@ -274,17 +312,30 @@ class NemoRl(Algorithm):
             original = f"{coef:g} in the loss, {kind} of a log ratio clamped at {inner}"
         name = f"{_LOSS}.reference_policy_kl_penalty"
         limit = None if clamp is None else float(next(numbers_of(clamp), 0)) or None
-        self.penalty(coef, name, "loss", kind if kind in ("k1", "k2", "k3") else "k3", limit, False, original)
+        used_in = "reward" if self.on(f"{_LOSS}.use_kl_in_reward") else "loss"
+        if used_in == "reward" and str(self.value("grpo.adv_estimator.name")) != "reinforce_plus_plus":
+            coef, original = 0.0, ""  # only this estimator reads it
+        elif used_in == "reward":
+            original = f"{coef:g} x {kind}, subtracted from each token's reward, which is not summed to its return"
+        self.penalty(coef, name, used_in, kind if kind in ("k1", "k2", "k3") else "k3", limit, False, original)
 
     def corrections(self) -> None:
         """Set rl.old_logprobs and rl.correction."""
         self.take("rl.old_logprobs", "recompute", "rl.old_logprobs", "the trainer's, as in NeMo-RL")
         switch, bound = f"{_LOSS}.use_importance_sampling_correction", f"{_LOSS}.truncated_importance_sampling_ratio"
-        if self.on(switch):
-            limit = 1e30 if self.value(bound) is None else self.number(bound)
-            self.corrects("tis", "token", 0.0, limit, switch if self.value(bound) is None else bound)
-        else:
+        if not self.on(switch):
             self.corrects("none", "token", 0.0, 0.0, switch)
+            return
+        kind, limit = str(self.value(f"{_LOSS}.truncated_importance_sampling_type")), self.number(bound) or 1e30
+        lowest = self.number(f"{_LOSS}.truncated_importance_sampling_ratio_min")
+        original = ""
+        if kind == "seq-mask-tis":
+            original = (
+                f"the ratio of each token, 0 in samples whose geometric mean is not {lowest:g} to {limit:g}, not cut"
+            )
+        name = switch if self.value(bound) is None else bound
+        self.corrects("icepop" if kind == "icepop" else "tis", "token", lowest if kind != "seq-mask-tis" else 0.0,
+                      limit if kind != "seq-mask-tis" else 1e30, name, original)  # fmt: skip
 
     def devices(self, gpus: int | None) -> None:
         """Set the engines and their devices."""
@@ -327,11 +378,25 @@ class NemoRl(Algorithm):
             self.take("step.max_tokens_per_device", int(tokens), "policy.dynamic_batching.train_mb_tokens")
         draft.fit_row(draft.value("rollout.max_prompt_tokens") + draft.value("rollout.max_new_tokens"), "sample")
         count = self.updates(batch, "policy.train_global_batch_size", f"train_global_batch_size {batch}")
+        if self.on(f"{_LOSS}.force_on_policy_ratio"):
+            drafted = (
+                "1, in one optimizer step of a rollout step" if count == 1 else "to the policy of the rollout step"
+            )
+            (self.same if count == 1 else self.differs)("ratio of the policy and the old one", "1", drafted)
         self.take("train.steps", int(self.number("grpo.max_num_steps")), "grpo.max_num_steps")
         every = int(self.number("checkpointing.save_period")) if self.on("checkpointing.enabled") else 0
         self.take("checkpoint.every", every, "checkpointing.save_period")
         if "eval.path" in draft.values or "eval.sources" in draft.values:
             self.take("eval.at_start", self.on("grpo.val_at_start"), "grpo.val_at_start")
+            samples = int(self.number("grpo.val_num_generations_per_prompt")) or 1
+            self.take("eval.samples", samples, "grpo.val_num_generations_per_prompt")
+            for leaf, evaluated, keeps in (
+                ("temperature", "val_temperature", 1.0), ("top_p", "val_top_p", 1.0), ("top_k", "val_top_k", 0),
+            ):  # fmt: skip
+                name = f"{_GENERATION}.{evaluated if self.value(f'{_GENERATION}.{evaluated}') is not None else leaf}"
+                self.take(f"eval.{leaf}", self.value(name) or keeps, name)
+            self.same("metric of evaluation", f"accuracy, the mean reward of {samples} sample(s)",
+                      "eval/pass@1; eval/accuracy is of a greedy answer")  # fmt: skip
         else:
             for key in [key for key in draft.values if key.startswith("eval.")]:
                 draft.drop(key, "NeMo-RL's data set contains the held-out prompts: set `eval.path`.")
@@ -383,3 +448,9 @@ def take_schedule(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str, 
         draft.values.pop("schedule.warmup_ratio", None)
     drafted = shape + (", after a warm-up from 0" if draft.value("schedule.warmup_steps") else "")
     return ", ".join(texts) or "constant", drafted, all(text.startswith("ConstantLR") for text in texts)
+
+
+def settle_schedule(draft: Draft, settings: Mapping[str, Any]) -> None:
+    """Set the schedule of a draft without an algorithm, and note what differs."""
+    original, drafted, is_same = take_schedule(draft, settings)
+    draft.notes |= {} if is_same else {"policy.scheduler": f"{original} there, {drafted} here."}

@@ -101,6 +101,7 @@ def _settle_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus
     if engines <= train or not engines & train:
         shared = "colocated" if engines <= train else "disaggregated"
         draft.take("cluster.placement", shared, rl.engines, f"GPUs of trainers and engines: {shared}")
+        draft.notes.pop(rl.engines, None)
         return
     sharing = (
         f"trainers on {show_devices(train)}, engines on {show_devices(engines)}: {len(train | engines)} in all, of "

@@ -100,8 +100,9 @@ class Table:
 
     The following fields are for `weft migrate`. signs: patterns of complete dotted names by which the trainer's files
     are recognised. tasks: kind of training other than supervised fine-tuning -> name -> the values that select it;
-    null: any value. moves: key of weft -> names with the same values, in addition to shared.yaml. means: name -> value
-    in lower case, `on`, `off` or `*` -> key of weft -> value. silent: name -> values that have no effect. per_device:
+    null: any value. foreign: the same for models that weft does not train, in words, as in `a diffusion model`. moves:
+    key of weft -> names with the same values, in addition to shared.yaml. means: name -> value in lower case, `on`,
+    `off` or `*` -> key of weft -> value. silent: name -> values that have no effect. per_device:
     names whose product is the batch of one device -> default. smallest_step: minimum number of documents in a step, if
     the file does not set the number of accumulated micro-batches. former: name of another version -> name. adapter_lr:
     default learning rate with adapters, if it differs. datasets: names whose values are data sets as in
@@ -121,6 +122,7 @@ class Table:
     defaults: dict[str, Any] = field(default_factory=dict)
     older: Older | None = None
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    foreign: dict[str, dict[str, Any]] = field(default_factory=dict)
     moves: Groups = field(default_factory=dict)
     means: Meanings = field(default_factory=dict)
     silent: dict[str, Any] = field(default_factory=dict)
@@ -225,6 +227,7 @@ class Trainer:
         self.lora = next(((switch, _words(list(on))) for switch, on in table.lora.items()), ("", []))
         self.moves = inverse(table.moves, f"{file} moves:")
         self.tasks = _tasks(table.tasks, f"{file} tasks:")
+        self.foreign = _by_name(table.foreign)
         self.means = _meanings(table.means, table.silent, say.sft, f"{file} means:", f"{file} silent:")
         rl, location = table.rl_draft, f"{file} rl_draft:"
         self.rl_moves = {} if rl is None else inverse(rl.moves, f"{location} moves:")
@@ -245,10 +248,12 @@ class Trainer:
 
     def task(self, name: str, value: Any) -> str | None:
         """The kind of training that a value selects; None for supervised fine-tuning. name: a key of `tasks`."""
-        if value is None or value is False:
-            return None
-        text = str(value).lower()
-        return next((kind for pattern, kind in self.tasks.get(name, ()) if fnmatchcase(text, pattern)), None)
+        return _kind(self.tasks, name, value)
+
+    def foreign_kind(self, name: str, value: Any) -> str | None:
+        """The model that a value selects and weft does not train, in words; None if there is none. name: a key of
+        `foreign`."""
+        return _kind(self.foreign, name, value)
 
 
 class Tables:
@@ -348,12 +353,26 @@ def _sentence(key: str, sentences: Mapping[str, str], location: str) -> str:
     return sentences.get(key, key)
 
 
+def _kind(kinds: Mapping[str, list[tuple[str, str]]], name: str, value: Any) -> str | None:
+    """The kind whose pattern fits the value of a name; None: there is none."""
+    if value is None or value is False:
+        return None
+    text = str(value).lower()
+    return next((kind for pattern, kind in kinds.get(name, ()) if fnmatchcase(text, pattern)), None)
+
+
 def _tasks(kinds: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, list[tuple[str, str]]]:
+    """_by_name of kinds of training that are known."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise TableError(f"{location} {kind} is not one of {', '.join(KINDS)}.")
+    return _by_name(kinds)
+
+
+def _by_name(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
     """name -> (pattern of values, kind of training). The first matching pattern decides."""
     by_name: dict[str, list[tuple[str, str]]] = {}
     for kind, names in kinds.items():
-        if kind not in KINDS:
-            raise TableError(f"{location} {kind} is not one of {', '.join(KINDS)}.")
         for name, values in names.items():
             patterns = [ANY] if values is None else _words(values)
             by_name.setdefault(name, []).extend((pattern, kind) for pattern in patterns)
