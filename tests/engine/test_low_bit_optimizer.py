@@ -200,7 +200,7 @@ def test_the_compiled_pass_gives_the_bits_of_single_operations(
         assert not isinstance(a, torch.Tensor) or a.equal(b), place
 
 
-@pytest.mark.parametrize(("error", "words"), [(None, "it gives other bits"), (RuntimeError("no"), "it does not run")])
+@pytest.mark.parametrize(("error", "words"), [(None, "its results differ"), (RuntimeError("no"), "it does not run")])
 def test_a_compiled_pass_that_is_wrong_is_not_used(error: Exception | None, words: str) -> None:
     step = block_step.CompiledStep()
     expected, actual = (random_blocks(torch.float32, torch.int8, "nearest") for _ in range(2))

@@ -230,22 +230,30 @@ def test_where_nothing_is_sharded_any_optimizer_works_and_is_resumed(tmp_path: P
             {"options": {"epsilon": 1}},
             "has no argument `epsilon`. Its arguments: lr_decay, ",
         ),
-        ("torch.optim.Adagrad", {"options": {"eps": -1}}, "cannot be used: ValueError: Invalid epsilon value: -1"),
+        (
+            "torch.optim.Adagrad",
+            {"options": {"eps": -1}},
+            "fails in a trial step: ValueError: Invalid epsilon value: -1",
+        ),
         (
             "tests.support.optimizers.NoDecay",
             {},
             "optimizer.weight_decay is 0.1, but .* has no argument `weight_decay`",
         ),
         ("torch.optim.Muon", {}, "Muon only supports 2D parameters"),
-        ("torch.optim.LBFGS", {"weight_decay": 0.0}, "torch.optim.LBFGS cannot be used"),
+        ("torch.optim.LBFGS", {"weight_decay": 0.0}, "torch.optim.LBFGS fails in a trial step"),
         ("torch.optim.SparseAdam", {"weight_decay": 0.0}, "does not support dense gradients"),
         ("torch.optim.Adafactor", {}, r"keeps row_var of \[192, 1\] for a parameter of \[192, 64\].*mesh.dp_shard=1"),
-        ("tests.support.optimizers.Normed", {}, "steps a tensor otherwise than its rows, .*mesh.dp_shard=1"),
+        ("tests.support.optimizers.Normed", {}, "updates a tensor differently from its rows, .*mesh.dp_shard=1"),
         ("tests.support.optimizers.Rows", {}, r"keeps rows of \[192\]"),
-        ("tests.support.optimizers.JointRule", {}, "keeps largest in its groups, which depends on all rows"),
-        ("tests.support.optimizers.Counts", {}, "does not continue from the state of its parameters"),
-        ("tests.support.optimizers.Remembers", {}, "keeps state that a checkpoint cannot hold: norms"),
-        ("tests.support.optimizers.OwnRate", {}, "does not read the learning rate of its groups"),
+        ("tests.support.optimizers.JointRule", {}, "keeps largest in its groups, and its value depends on all rows"),
+        (
+            "tests.support.optimizers.Counts",
+            {},
+            "keeps state outside of `state` and the numbers in its parameter groups",
+        ),
+        ("tests.support.optimizers.Remembers", {}, "keeps state that a checkpoint cannot store: norms"),
+        ("tests.support.optimizers.OwnRate", {}, "ignores the entry `lr` of its parameter groups"),
     ],
 )
 def test_refused(name: str, keys: dict[str, Any], words: str) -> None:
@@ -268,8 +276,8 @@ def test_stages_may_have_what_steps_each_tensor_by_itself(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("JointRule", r"keeps largest in its groups, which depends on all tensors, .*mesh\.pp=1"),
-        ("Clipped", r"updates a tensor differently alone and together with others, .*mesh\.pp=1"),
+        ("JointRule", r"keeps largest in its groups, and its value depends on all tensors, .*mesh\.pp=1"),
+        ("Clipped", r"updates a tensor differently alone than together with others, .*mesh\.pp=1"),
     ],
 )
 def test_refused_in_stages(name: str, words: str) -> None:

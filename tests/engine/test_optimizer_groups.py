@@ -86,7 +86,7 @@ def test_the_table_shows_them() -> None:
         ([{"match": ("model.layer",), "lr_scale": 0.1}], "did you mean model.layers"),
         (
             [{"match": ("*.mlp",), "lr_scale": 0.1}, {"match": ("*.up_proj",), "lr_scale": 0.2}],
-            r"optimizer.groups\[1\] has no parameter: all that \*.up_proj names is in an earlier group",
+            r"optimizer.groups\[1\] has no parameter: every parameter that \*.up_proj matches is in an earlier group",
         ),
         ([{"match": ("model.norm",), "lr_scale": 0.1}], r"optimizer.groups\[0\] has no parameter: .* or frozen"),
     ],
@@ -174,7 +174,7 @@ def test_parity_sees_a_group_that_is_not_followed(bug: str) -> None:
 
 def test_a_frozen_module_outside_of_layers_is_named_as_a_whole() -> None:
     trained = ["language.layers.0.weight", "language.norm.weight"]
-    assert groups._whole_module("visual.blocks.0.weight", trained) == "visual"
-    assert groups._whole_module("language.embed.tokens.weight", trained) == "language.embed"
-    assert groups._whole_module("language.layers.1.weight", trained) is None
-    assert groups._whole_module("visual.blocks.0.weight", None) is None
+    assert groups._frozen_module("visual.blocks.0.weight", trained) == "visual"
+    assert groups._frozen_module("language.embed.tokens.weight", trained) == "language.embed"
+    assert groups._frozen_module("language.layers.1.weight", trained) is None
+    assert groups._frozen_module("visual.blocks.0.weight", None) is None

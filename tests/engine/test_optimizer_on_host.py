@@ -104,7 +104,7 @@ def during_backward(path: str) -> dict[str, Any]:
     for _ in range(2):  # in the first step FSDP finds its units
         engine.accumulate(plan, documents, CrossEntropy())
         assert engine._early_norms is not None
-        early = {p for p in engine.module.parameters() if engine._early_norms.known(p) is not None}
+        early = {p for p in engine.module.parameters() if engine._early_norms.norms_of(p) is not None}
         engine.apply(1e-2)
     trained = list(engine.module.parameters())
     last = {p for p in trained if p not in early}

@@ -154,9 +154,8 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
         cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
         rows.append(("inputs", _name(precision.compute), f"cast for {cast}"))
     rows.append(("reduction", _name(precision.reduce), "gradients summed over ranks"))
-    rows.append(
-        ("optimizer", state or "-", "; ".join(["state", *lossy_parts(engine.config.optimizer, precision.master)]))
-    )
+    lossy = lossy_parts(engine.config.optimizer, precision.master)
+    rows.append(("optimizer", state or "-", "; ".join(lossy) or "state"))
     if engine.config.optimizer.ema_decay is not None:
         rows.append(("average", "float32", "of the weights"))
     rows.append(("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"))

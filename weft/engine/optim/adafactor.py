@@ -1,15 +1,15 @@
 """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): a second moment of rows and columns instead of elements.
 
-As transformers' Adafactor with an outer learning rate (scale_parameter=False, relative_step=False), the one that its
-Trainer uses. With t the step, b = 1 - t^-0.8, and means over the whole tensor's last two dimensions:
+Equal to transformers' Adafactor as its Trainer uses it: with an external learning rate (scale_parameter=False,
+relative_step=False). With t the step, b = 1 - t^-0.8, and means over the last two dimensions of the full tensor:
 
     R = b R + (1 - b) mean_columns(g^2 + 1e-30)        [..., rows]
     C = b C + (1 - b) mean_rows(g^2 + 1e-30)           [..., columns]
     U = g / sqrt(R / mean(R) x C)                      vectors: U = g / sqrt(V), with V as AdamW's second moment
     w = w (1 - lr d) - lr U / max(1, RMS(U))
 
-Each rank adds up the squares that it holds, and two all-reduces of a stage make them sums over whole tensors: of rows
-and columns, and of U. R and C are whole on every rank; they take 4 (rows + columns) bytes for a matrix.
+Each rank sums the squares of its shards. Two all-reduces over the ranks of a stage then give sums over full tensors:
+one for rows and columns of g, one for U. R and C are replicated on every rank, 4 (rows + columns) bytes for a matrix.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from weft.launch.simulated import device_kind
 from weft.parallel.mesh import local_shard
 
 _SMALLEST, _DECAY = 1e-30, -0.8  # transformers' eps[0] and decay_rate; its clip_threshold is 1
-_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements that are computed at once
+_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements per tile: small for a CPU's cache, large for few CUDA launches
 
 
 @dataclass(frozen=True)
 class MatrixRows:
-    """Rows of one matrix of a tensor. rows: that they are among. local: which of those. index: number of the matrix.
-    row: number of the first in the matrix. counted: whether this rank's squares count, and no replica's."""
+    """Rows of one matrix of a tensor (a tensor of more than two dimensions is a stack of matrices).
+
+    rows: the rows of the shard that contain them. local: their slice of `rows`. index: index of the matrix. row: index
+    of the first row in the matrix. counted: whether this rank, of all that hold these rows, adds their squares.
+    """
 
     rows: Rows
     local: slice
@@ -59,7 +62,7 @@ class MatrixRows:
 
 
 def parts_of(placement: ParameterPlacement, elements: int) -> Iterator[MatrixRows]:
-    """A shard's rows in parts of at most about `elements` elements, each of one matrix."""
+    """The rows of a shard, in tiles of about `elements` elements at most. A tile has rows of one matrix only."""
     height = placement.shape[-2] if len(placement.shape) > 1 else 1
     for rows in rows_of(placement, elements):
         counted = placement.boxes[rows.box].is_writer(placement.number)
@@ -72,10 +75,10 @@ def parts_of(placement: ParameterPlacement, elements: int) -> Iterator[MatrixRow
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor over shards; see this file."""
+    """Adafactor over sharded parameters; the formulas are at the top of this file."""
 
     def __init__(self, params: Any, placements: Placements, names: Mapping[nn.Parameter, str], lr: float) -> None:
-        """names: of all parameters, the same on every mesh."""
+        """names: the name of each parameter, equal on every mesh."""
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
         self.placements = placements
         self._placement_of: dict[nn.Parameter, ParameterPlacement] = {}
@@ -87,7 +90,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every parameter that has a gradient. Collective where several ranks are in a stage."""
+        """Update every parameter that has a gradient. Collective over the ranks of a stage."""
         assert closure is None
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not stepped:
@@ -146,8 +149,8 @@ class Adafactor(torch.optim.Optimizer):
         local_shard(state[key]).mul_(1 - share).add_(squares.add_(_SMALLEST).mul_(share))
 
     def _factors(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
-        """What rows [matrices, rows, 1] and columns [matrices, 1, columns] of a gradient are multiplied by; None for a
-        vector."""
+        """The factors by which U multiplies rows and columns of the gradient: ([matrices, rows, 1] 1 / sqrt(R /
+        mean(R)), [matrices, 1, columns] 1 / sqrt(C)). None for a vector."""
         state, shape = self.state[parameter], self._placement_of[parameter].shape
         if len(shape) < 2:
             return None
@@ -155,7 +158,7 @@ class Adafactor(torch.optim.Optimizer):
         return (rows / rows.mean(-1, keepdim=True)).rsqrt_()[:, :, None], columns.rsqrt()[:, None, :]
 
     def _direction(self, parameter: nn.Parameter, part: MatrixRows, factors: tuple[Tensor, Tensor] | None) -> Tensor:
-        """U of some rows: a new tensor."""
+        """U for the rows of `part`, before division by max(1, RMS(U)): a new tensor."""
         gradient = part.matrix_in(local_shard(parameter.grad)).float()
         if factors is None:
             return gradient * part.matrix_in(local_shard(self.state[parameter]["exp_avg_sq"])).rsqrt()
@@ -177,17 +180,17 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def build_adafactor(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
-    """Adafactor."""
+    """Adafactor, with the groups' weight decay."""
     return Adafactor(parameters.groups, parameters.placements, parameters.names, config.lr)
 
 
 def adafactor_moments(config: OptimizerConfig, master: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtype of a vector's second moment."""
+    """The dtype of a vector's second moment. A matrix has no state of its shape."""
     return (torch.float32,)
 
 
 def adafactor_bytes(config: OptimizerConfig, master: torch.dtype, tensor: WholeTensor, elements: int) -> int:
-    """Bytes of the state: whole rows and columns on every rank, and a vector's elements."""
+    """Bytes of the state: for a matrix all of R and C on every rank, for a vector its elements."""
     count = elements
     if len(tensor.shape) > 1:
         *lead, rows, columns = tensor.shape

@@ -1,4 +1,4 @@
-"""AdamW: torch's fused one, or the one with few bits where state or masters are lossy."""
+"""AdamW: torch's fused implementation, or LowBitAdamW if the state or the master weights are lossy."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, st
 from weft.engine.optim.low_bit import LowBitAdamW, has_codes
 from weft.parallel.mesh import local_shard
 
-# Elements that are clipped and stepped at once, while they are in a processor's cache. A multiple of any CPU's vectors:
-# torch's kernel computes the elements behind the last whole vector by other instructions, and only a tensor's end may
-# have such elements.
+# Elements that are clipped and updated in one chunk, while they are in the processor's cache. This must be a multiple
+# of every CPU's vector length: torch's kernel computes the elements after the last full vector with other instructions,
+# which round differently, so a chunk may end inside a vector only at the end of the tensor.
 _CACHED = 1 << 20
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW over the local tensors of DTensors, which spares each operation DTensor's dispatch.
+    """torch's fused AdamW on the local tensors of DTensors. This avoids DTensor's dispatch for each operation.
 
-    divisor: divides the gradients, as their loss scale does. skip: 1.0 leaves parameters and state as they are, 0.0
-    does not. Both are fp32 scalars on the device, used by each step until they are set again; None does nothing.
+    divisor: step() divides the gradients by it, as by a loss scale. skip: 1.0 skips the update, 0.0 does not. Both are
+    fp32 scalars on the device, and apply to every step until they change. None has no effect.
     """
 
     divisor: Tensor | None = None
@@ -34,9 +34,11 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_one_by_one(self, factor: float, stepped: Callable[[nn.Parameter], None]) -> None:
-        """Multiply gradients by `factor` and update, on a CPU, with one pass over memory; the result is that of a
-        multiplication followed by step(), bit for bit. stepped: called with each parameter once it has its new value,
-        while others are still to come."""
+        """Multiply gradients by `factor` and update parameters, in one pass over memory. CPU only.
+
+        The result equals a multiplication followed by step(), bitwise. stepped: called with each parameter as soon as
+        it has its new value, before the next parameter is updated.
+        """
         for group in self.param_groups:
             lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
             self._init_group(group, *lists)
@@ -44,11 +46,11 @@ class FusedAdamW(torch.optim.AdamW):
             for parameter, gradient, first, second, steps in zip(*lists[:4], lists[5], strict=True):
                 local_shard(steps).add_(1)
                 flat = [local_shard(tensor).view(-1) for tensor in (parameter, gradient, first, second)]
-                for part in zip(*(tensor.split(_CACHED) for tensor in flat), strict=True):
+                for chunks in zip(*(tensor.split(_CACHED) for tensor in flat), strict=True):
                     if factor != 1.0:
-                        part[1].mul_(factor)
+                        chunks[1].mul_(factor)
                     torch._fused_adamw_(
-                        *([tensor] for tensor in part), [], [local_shard(steps)], amsgrad=False, beta1=beta1,
+                        *([chunk] for chunk in chunks), [], [local_shard(steps)], amsgrad=False, beta1=beta1,
                         beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
                         maximize=False,
                     )  # fmt: skip
@@ -61,7 +63,7 @@ class FusedAdamW(torch.optim.AdamW):
         assert closure is None
         for group in self.param_groups:
             lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
-            self._init_group(group, *lists)  # of torch 2.11 to 2.13; creates state like the parameters
+            self._init_group(group, *lists)  # private API of torch 2.11 to 2.13; creates state like the parameters
             beta1, beta2 = group["betas"]
             adamw(
                 *([local_shard(tensor) for tensor in tensors] for tensors in lists),
@@ -71,7 +73,7 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 def build_adamw(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): FusedAdamW, or LowBitAdamW for lossy state or rounding."""
     master = parameters.dtype
     state, rounding = state_dtype(config, master), config.rounding if master == torch.bfloat16 else "nearest"
     if state == master and rounding == "nearest":
@@ -84,14 +86,14 @@ def build_adamw(config: OptimizerConfig, parameters: ParameterSet) -> torch.opti
 
 
 def adamw_moments(config: OptimizerConfig, master: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Dtypes of exp_avg and exp_avg_sq, and of what Kahan's rounding keeps."""
+    """Dtypes of exp_avg, exp_avg_sq and, with Kahan summation, the compensation."""
     state = state_dtype(config, master)
     moments = (torch.int8, torch.uint8) if state == torch.int8 else (state, state)
     return (*moments, master) if config.rounding == "kahan" and master == torch.bfloat16 else moments
 
 
 def adamw_bytes(config: OptimizerConfig, master: torch.dtype, tensor: WholeTensor, elements: int) -> int:
-    """Bytes of the state, with the scales of blocks."""
+    """Bytes of the state, including the scales of 8-bit blocks."""
     sizes, wide = [dtype.itemsize for dtype in adamw_moments(config, master)], torch.float32.itemsize
     if state_dtype(config, master) != torch.int8:
         return elements * sum(sizes)

@@ -1,7 +1,7 @@
-"""The arithmetic of AdamW with few bits, on blocks [n, 256]: operation by operation, or compiled into one pass.
+"""The arithmetic of AdamW with low-bit state, on blocks [n, 256]: as single operations, or compiled into one kernel.
 
-Every operation is rounded by itself, as IEEE 754 says, and torch is told not to contract a product and a sum. So the
-compiled pass and single operations give the same bits, and it does not matter on which rank which of them runs.
+Every operation is rounded separately, as IEEE 754 defines, and the compiler must not contract a multiply and an add. So
+the compiled kernel and single operations give bitwise equal results. Some ranks may run one, and some the other.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ BLOCK = 256
 _SIGNED, _POSITIVE = 127.0, 255.0
 _BITS = 0xFFFF
 _TINY = torch.finfo(torch.float32).tiny
-# Elements of a rank, per kind of device, from which on a compiled pass earns the seconds that torch takes to make it;
-# and blocks of a tensor.
+# The number of elements on a rank, by type of device, above which the compiled kernel saves more time than torch needs
+# to compile it; and the fewest blocks of a tensor for which it runs.
 _COMPILED_FROM, _FEWEST_BLOCKS = {"cpu": 1 << 26, "cuda": 1 << 24}, 64
 
 Step = Callable[..., None]
 
 
 def find_step(device: torch.device, elements: int) -> Step:
-    """`step_blocks`, compiled if a rank with this many elements gains by it and the machine has a compiler."""
+    """`step_blocks`, compiled if a rank with this many elements benefits and the machine has a compiler."""
     if is_simulated() or elements < _COMPILED_FROM.get(device.type, elements + 1):
         return step_blocks
     compiler = find_spec("triton") if device.type == "cuda" else shutil.which(os.environ.get("CXX", "g++"))
@@ -40,8 +40,11 @@ def find_step(device: torch.device, elements: int) -> Step:
 
 
 class CompiledStep:
-    """`step_blocks`, compiled. It is tried on a few blocks of each combination of dtypes. Where it does not run, or has
-    other bits, this warns and computes by single operations from then on."""
+    """`step_blocks`, compiled.
+
+    The first call with each combination of dtypes compares a few blocks with single operations. If the kernel fails to
+    run, or if a bit differs, this object warns and uses single operations from then on.
+    """
 
     def __init__(self) -> None:
         exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
@@ -52,7 +55,7 @@ class CompiledStep:
         self._tried: set[tuple[Any, ...]] = set()
 
     def __call__(self, weights: Tensor, *arguments: Any) -> None:
-        """Step blocks, as `step_blocks`."""
+        """Update blocks. The arguments are those of `step_blocks`."""
         if self._failure or len(weights) < _FEWEST_BLOCKS:
             step_blocks(weights, *arguments)
             return
@@ -69,21 +72,21 @@ class CompiledStep:
         step_blocks(*expected)
         try:
             self._compiled(*actual)
-        except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
+        except Exception as error:  # of the compiler, the driver, or a kernel that this device does not support
             self._failure = f"it does not run ({type(error).__name__}: {error})"
         else:
             pairs = zip(expected, actual, strict=True)
             if not all(a.equal(b) for a, b in pairs if isinstance(a, Tensor)):
-                self._failure = "it gives other bits than single operations"
+                self._failure = "its results differ from single operations"
         if self._failure:
             device = arguments[0].device
-            warnings.warn(f"the optimizer steps without a compiled pass on {device}: {self._failure}", stacklevel=2)
+            warnings.warn(f"the optimizer does not use its compiled kernel on {device}: {self._failure}", stacklevel=2)
 
 
 def _first_blocks(x: Tensor, blocks: int) -> Tensor:
-    """A copy of what belongs to the first blocks in an argument of `step_blocks`."""
-    axis = next((axis for axis, size in enumerate(x.shape) if size == blocks), None)
-    return (x if axis is None else x.narrow(axis, 0, _FEWEST_BLOCKS)).clone()
+    """A copy of an argument of `step_blocks`, cut to the first blocks."""
+    dim = next((dim for dim, size in enumerate(x.shape) if size == blocks), None)
+    return (x if dim is None else x.narrow(dim, 0, _FEWEST_BLOCKS)).clone()
 
 
 @functools.cache
@@ -105,11 +108,13 @@ def step_blocks(
     factors: Tensor,
     stochastic: bool,
 ) -> None:
-    """Step blocks [n, 256] of weights, and their state, in place.
+    """Update blocks [n, 256] of weights and their optimizer state, in place.
 
-    first, second: the moments, or their codes if there are scales [n]. shared: [2, n] the largest new exp_avg and
-    sqrt(exp_avg_sq) of blocks that several ranks hold, below 0 for others. compensation: what Kahan's rounding keeps.
-    places, key: for `random_words`. factors: fp32 [8], of `factors_of`. stochastic: round bf16 weights by random bits.
+    first, second: the moments [n, 256], or their 8-bit codes. first_scales, second_scales: [n] scales of the codes, or
+    None. shared: [2, n] the largest new exp_avg and sqrt(exp_avg_sq) of blocks that several ranks hold, negative for
+    other blocks. compensation: the rounding errors that Kahan summation keeps. places, key: for `random_words`.
+    factors: fp32 [8]: 1 - lr x weight decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), eps, beta1, 1 - beta1, beta2,
+    1 - beta2. stochastic: round bf16 weights stochastically.
     """
     decay, size, correction, eps, *averages = factors.unbind()
     scales = None
@@ -117,19 +122,20 @@ def step_blocks(
         scales = first_scales[:, None], second_scales[:, None]
     m, v = new_moments(first, second, gradients, scales, averages)
     root = exact_root(v)
-    new = weights.float()
+    exact = weights.float()
     if compensation is not None:
-        new = new + compensation.float()
-    new = new.mul(decay).sub_(m.div(root.div(correction).add_(eps)).mul_(size))
+        exact = exact + compensation.float()
+    exact = exact.mul(decay).sub_(m.div(root.div(correction).add_(eps)).mul_(size))
     words = random_words(places, key) if stochastic or scales is not None else None
     if stochastic and words is not None:
-        bits = new.view(torch.int32).add((words >> 16).bitwise_and_(_BITS)).bitwise_and_(~_BITS)
+        # A random 16-bit number below the bits that bf16 keeps, then truncation: up or down in proportion to distance.
+        bits = exact.view(torch.int32).add((words >> 16).bitwise_and_(_BITS)).bitwise_and_(~_BITS)
         rounded = bits.view(torch.float32).to(weights.dtype)
     else:
-        rounded = new.to(weights.dtype)
+        rounded = exact.to(weights.dtype)
     weights.copy_(rounded)
     if compensation is not None:
-        compensation.copy_(new.sub_(rounded.float()))
+        compensation.copy_(exact.sub_(rounded.float()))
     if scales is None or words is None or first_scales is None or second_scales is None:
         first.copy_(m)
         second.copy_(v)
@@ -151,32 +157,35 @@ def step_blocks(
 def new_moments(
     first: Tensor, second: Tensor, gradients: Tensor, scales: tuple[Tensor, Tensor] | None, averages: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Both moments after a step, fp32. scales: of the codes, which broadcast over them. averages: beta1, 1 - beta1,
-    beta2, 1 - beta2."""
-    beta1, rest1, beta2, rest2 = averages
+    """Both moments after a step, fp32, with the shape of `gradients`. first, second: the moments before, or their
+    codes. scales: the scales of the codes, broadcastable to them. averages: beta1, 1 - beta1, beta2, 1 - beta2."""
+    beta1, one_minus_beta1, beta2, one_minus_beta2 = averages
     m, v, g = first.to(torch.float32, copy=True), second.to(torch.float32, copy=True), gradients.float()
     if scales is not None:
         m.mul_(m.abs()).mul_(scales[0] * (1 / _SIGNED**2))
         v.mul_(v).mul_(scales[1] * (1 / _POSITIVE**2))
         v.mul_(v)
-    m.mul_(beta1).add_(g * rest1)
-    v.mul_(beta2).add_((g * g).mul_(rest2))
+    m.mul_(beta1).add_(g * one_minus_beta1)
+    v.mul_(beta2).add_((g * g).mul_(one_minus_beta2))
     return m, v
 
 
 def exact_root(x: Tensor) -> Tensor:
-    """The square root of fp32, rounded correctly: a new tensor. On a CPU numpy's, because torch's is MKL's, which is
-    off by one bit for one element in five (torch 2.13)."""
+    """The correctly rounded square root of an fp32 tensor: a new tensor.
+
+    On CPU this uses numpy, because torch uses MKL there, whose root is off by one bit for one element in five
+    (torch 2.13).
+    """
     if x.device.type != "cpu" or torch.compiler.is_compiling() or is_simulated():
         return x.sqrt()
     return torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def random_words(places: Tensor, key: Tensor) -> Tensor:
-    """[n, 256] int32, of uniform bits that depend on `key` and on each element's place in the whole tensor.
+    """[n, 256] int32 of uniform random bits, a function of `key` and of each element's index in the full tensor.
 
-    places: int32 [n], of each block's first element, modulo 2^32. key: an int32. A multiplicative hash with xor-shifts
-    (after C. Wellons' `lowbias32`).
+    places: int32 [n], the index of each block's first element in the flattened full tensor, modulo 2^32. key: an int32.
+    The hash is C. Wellons' `lowbias32`: multiplications and xor-shifts.
     """
     x = places[:, None] + torch.arange(BLOCK, dtype=torch.int32, device=places.device)
     x.bitwise_xor_(key)
@@ -186,5 +195,5 @@ def random_words(places: Tensor, key: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """x >> places without its sign, which torch would shift in: a new tensor."""
+    """The logical shift x >> places: a new tensor. torch's own shift is arithmetic, it fills with the sign bit."""
     return (x >> places).bitwise_and_((1 << (32 - places)) - 1)

@@ -1,4 +1,4 @@
-"""What an optimizer of weft's own is made of. Each has a file with an OptimizerKind, and a line in OPTIMIZERS
+"""The interface of weft's optimizers. Each optimizer has a file with an OptimizerKind, and an entry in OPTIMIZERS
 (optimizer.py)."""
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from weft.parallel.fsdp import DTYPES
 from weft.parallel.mesh import local_shard
 from weft.parallel.shards.boxes import Box
 
-# Name of a parameter -> the boxes of its matrices, where an optimizer treats them as such.
+# Name of a parameter -> the boxes of its matrices, for optimizers that update whole matrices (Muon).
 MatrixBoxes = Mapping[str, Sequence[Box]]
 
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """The parameters that an optimizer steps. groups: parameters of equal treatment, as torch's param_groups, with
-    `weight_decay` and `lr_scale`. names: of each parameter, the same on every mesh. matrices: for Muon. seed: of the
-    run."""
+    """The parameters that an optimizer updates.
+
+    groups: torch's param_groups, with `weight_decay` and `lr_scale`. names: the name of each parameter, equal on every
+    mesh. matrices: for Muon. seed: the run's seed.
+    """
 
     groups: Sequence[dict[str, Any]]
     names: Mapping[nn.Parameter, str]
@@ -34,13 +36,13 @@ class ParameterSet:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the masters."""
+        """Dtype of the master weights."""
         return next((p.dtype for group in self.groups for p in group["params"]), torch.float32)
 
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter before it is divided. matrix: whether it is among the MatrixBoxes."""
+    """A parameter before it is sharded. matrix: whether MatrixBoxes contains it."""
 
     name: str
     shape: Sequence[int]
@@ -49,9 +51,12 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer. build: makes it over parameters. moments: dtypes of the state tensors that have a matrix's shape,
-    for masters of a dtype. state_bytes: bytes of the state of some elements of a tensor, from the config, the dtype of
-    masters, the tensor, and the number of elements."""
+    """An optimizer.
+
+    build: builds it for a set of parameters. moments: maps the dtype of the master weights to the dtypes of the state
+    tensors that have a matrix's shape. state_bytes: the bytes of state for a number of elements of a tensor; its
+    arguments are the config, the dtype of the master weights, the tensor, and the number of elements.
+    """
 
     build: Callable[[OptimizerConfig, ParameterSet], torch.optim.Optimizer]
     moments: Callable[[OptimizerConfig, torch.dtype], tuple[torch.dtype, ...]]
@@ -59,8 +64,10 @@ class OptimizerKind:
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
-    """Steps one parameter after the other, whose elements do not know of one another: shards are updated as whole
-    tensors are. state_dtype: of the tensors of the state."""
+    """An optimizer that updates each element independently, so updating a shard equals updating the full tensor.
+
+    state_dtype: dtype of the state tensors.
+    """
 
     def __init__(self, params: Any, state_dtype: torch.dtype, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -76,10 +83,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                     self._update(parameter, local_shard(parameter.grad).float(), group)
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter, and its state. gradient: this rank's shard, in fp32."""
+        """Update a parameter and its state. gradient: this rank's shard, in fp32."""
         raise NotImplementedError
 
 
 def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
-    """Dtype of the optimizer's state for masters of this dtype; int8 stands for codes."""
+    """Dtype of the optimizer state, for master weights of dtype `master`. int8 means 8-bit codes with scales."""
     return master if config.state_dtype == "auto" else {**DTYPES, "int8": torch.int8}[config.state_dtype]

@@ -1,11 +1,12 @@
-"""Lion (Chen et al. 2023, arXiv:2302.06675): steps of one size, in the direction of a momentum's signs.
+"""Lion (Chen et al. 2023, arXiv:2302.06675): every element moves by the same amount, in the direction of a sign.
 
     u = sign(b1 m + (1 - b1) g)
     w = w (1 - lr d) - lr u
     m = b2 m + (1 - b2) g
 
-The sum below the sign is computed from operations that are rounded one by one, so that a sign does not depend on an
-element's place in its shard.
+b1, b2 are optimizer.betas, d is the weight decay, lr the learning rate. The argument of sign() is computed with
+separate operations, each rounded. A fused multiply-add could round the elements at the end of a shard differently, and
+flip a sign.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ class Lion(ElementwiseOptimizer):
         stored = local_shard(state["exp_avg"])
         momentum = stored.float()
         change = (momentum * beta1).add_(gradient * (1 - beta1)).sign_().mul_(group["lr"])
-        new = change.neg_().add_(shard.float() * (1 - group["lr"] * group["weight_decay"]))
-        shard.copy_(new)
+        shard.copy_(change.neg_().add_(shard.float() * (1 - group["lr"] * group["weight_decay"])))
         stored.copy_((momentum * beta2).add_(gradient * (1 - beta2)))
 
 

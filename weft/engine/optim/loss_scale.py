@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16, whose smallest gradients would vanish (Micikevicius et al. 2018, arXiv:1710.03740)."""
+"""Dynamic loss scaling for fp16: keeps small gradients from underflow (Micikevicius et al. 2018, arXiv:1710.03740)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ SMALLEST = 1.0
 
 @dataclass
 class LossScale:
-    """The factor on the next step's loss: halved after an overflow, doubled after `interval` good steps.
+    """The factor on the next step's loss. It halves after an overflow, and doubles after `interval` finite steps.
 
-    A power of two, so that scaling is exact. good: good steps since the last change. overflows: steps skipped so far.
+    The scale is a power of two, so that scaling is exact. good: finite steps since the last change. overflows: steps
+    skipped so far.
     """
 
     scale: float
@@ -28,7 +29,7 @@ class LossScale:
         return True
 
     def succeed(self) -> None:
-        """Record a step that was taken."""
+        """Record a step with finite gradients."""
         self.good += 1
         if self.good >= self.interval:
             self.scale, self.good = self.scale * 2, 0
@@ -38,5 +39,5 @@ class LossScale:
         return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore state_dict(); `interval` stays the config's."""
+        """Restore state_dict(). `interval` keeps its value from the config."""
         self.scale, self.good, self.overflows = float(state["scale"]), int(state["good"]), int(state["overflows"])

@@ -1,18 +1,18 @@
-"""AdamW whose state, masters or both take fewer bits than fp32, with the same result on every mesh.
+"""AdamW with state or master weights of less than 32 bits, with the same result on every mesh.
 
-A step is computed in fp32, a part of a tensor at a time, from operations that IEEE 754 rounds correctly one by one
-(block_step.py). So an element's new value does not depend on its neighbours in memory, and codes, scales and masters
-are bitwise those of one process, given equal gradients.
+An update is computed in fp32, tile by tile, from operations that IEEE 754 rounds correctly and separately
+(block_step.py). So an element's new value does not depend on its neighbours in memory. With equal gradients, codes,
+scales and master weights are bitwise equal to one process.
 
-8-bit state (optimizer.state_dtype=int8) is kept in blocks of up to 256 elements along the last dimension of the whole
-tensor; a block never spans two rows. With s the largest magnitude of a block,
+8-bit state (optimizer.state_dtype=int8) is stored in blocks of up to 256 elements along the last dimension of the full
+tensor. A block never spans two rows. With s the largest magnitude of a block,
 
     exp_avg      m = s c |c| / 127^2    c in -127..127, rounded to nearest
-    exp_avg_sq   sqrt(v) = s c^2 / 255^2    c in 0..255, rounded stochastically, and at least 1 where v > 0
+    exp_avg_sq   sqrt(v) = s c^2 / 255^2    c in 0..255, rounded stochastically, and at least 1 if v > 0
 
-The square spreads the codes over magnitudes as dynamic codes do (Dettmers et al. 2022, arXiv:2110.02861), without a
-table. v is rounded stochastically, because with betas[1] near 1 a step moves it by less than a code. Where a shard's
-border cuts a block, the ranks of the stage agree on s: one all-reduce of the maxima of cut blocks in a step.
+The square makes codes denser near zero, as dynamic codes are (Dettmers et al. 2022, arXiv:2110.02861), without a table.
+v is rounded stochastically, because with betas[1] near 1 a step changes it by less than one code. If the border of a
+shard splits a block, the ranks of the stage agree on s: each step has one all-reduce of the maxima of split blocks.
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ from weft.launch.simulated import device_kind
 from weft.parallel.mesh import local_shard
 from weft.parallel.shards.boxes import Box
 
-_FEWEST, _NARROWEST = 4096, 64  # elements of a tensor, and of its rows, from which on it has 8-bit state
-_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements that are stepped at once: in a core's cache; in few launches
+_FEWEST, _NARROWEST = 4096, 64  # a tensor with fewer elements, or with shorter rows, keeps its state in fp32
+_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements per tile: small for a CPU's cache, large for few CUDA launches
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
 
 def has_codes(name: str, shape: Sequence[int]) -> bool:
-    """Whether optimizer.state_dtype=int8 keeps the state of this whole tensor in 8 bits. Other tensors are small, and
-    keep fp32."""
+    """Whether optimizer.state_dtype=int8 stores the state of this tensor in 8 bits. shape: of the full tensor. Small
+    tensors, and tensors without weight decay, keep their state in fp32."""
     wide = len(shape) >= 2 and shape[-1] >= _NARROWEST and math.prod(shape) >= _FEWEST
     return wide and decays(name, len(shape))
 
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The blocks that a box of a tensor touches. first, count: along the last dimension. lead, tail: elements of the
-    first and the last block that lie before and behind the box. cut: indices of blocks that the box does not hold
-    whole. offset: place of the first scale among this rank's."""
+    """The blocks that a box of a tensor touches.
+
+    first, count: index of the first block and number of blocks, along the last dimension. lead, tail: number of
+    elements of the first block before the box, and of the last block after it. cut: indices of blocks that are only
+    partly in the box. offset: index of the box's first scale among this rank's scales.
+    """
 
     first: int
     count: int
@@ -61,7 +64,7 @@ class BlockGrid:
 
     @classmethod
     def of_box(cls, box: Box, width: int, offset: int) -> BlockGrid:
-        """width: of the whole tensor's rows."""
+        """The blocks of `box`. width: length of the full tensor's rows. offset: see the class."""
         start, end = (box.start[-1], box.end[-1]) if box.start else (0, 1)
         first, last = start // BLOCK, -(-end // BLOCK)
         cut = {0} if start > first * BLOCK or end < min((first + 1) * BLOCK, width) else set()
@@ -70,27 +73,27 @@ class BlockGrid:
         return cls(first, last - first, start - first * BLOCK, last * BLOCK - end, tuple(sorted(cut)), offset)
 
     def columns(self, block: int) -> slice:
-        """The columns of the box that lie in a block."""
+        """The columns of the box that are in block `block`, counted from the box's first block."""
         start, end = block * BLOCK - self.lead, (block + 1) * BLOCK - self.lead
         return slice(max(0, start), min(end, self.count * BLOCK - self.lead - self.tail))
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows that are stepped at once."""
+    """Rows that are updated together."""
 
     rows: Rows
     grid: BlockGrid
 
     @property
     def scales(self) -> slice:
-        """Where the scales of these rows are among this rank's."""
+        """The slice of this rank's scales that belongs to these rows."""
         first = self.grid.offset + self.rows.first * self.grid.count
         return slice(first, first + self.rows.count * self.grid.count)
 
     def blocks_of(self, shard: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(The blocks of the rows [n, 256], None), as a view of the shard; where blocks do not lie in it one behind the
-        other, (a copy with zeros around the rows, the rows [count, columns] of the shard)."""
+        """(The blocks of the rows [n, 256] as a view of the shard, None). If the blocks are not contiguous in the
+        shard: (a copy of the blocks, padded with zeros, the rows [count, columns] as a view of the shard)."""
         matrix = self.rows.matrix_in(shard)
         if not self.grid.lead and not self.grid.tail and matrix.is_contiguous():
             return matrix.view(-1, BLOCK), None
@@ -104,8 +107,8 @@ class _Tile:
 
 
 def block_places(rows: Rows, grid: BlockGrid, width: int, device: torch.device) -> Tensor:
-    """int32 [n], the place in the whole tensor, modulo 2^32, of the first element of each block. width: of the whole
-    tensor's rows."""
+    """int32 [n], the index of each block's first element in the flattened full tensor, modulo 2^32. width: length of
+    the full tensor's rows."""
     starts = torch.arange(rows.row, rows.row + rows.count, device=device) * width + (rows.column - grid.lead)
     offsets = torch.arange(0, grid.count * BLOCK, BLOCK, device=device)
     return (starts[:, None] + offsets).flatten().to(torch.int32)
@@ -113,7 +116,7 @@ def block_places(rows: Rows, grid: BlockGrid, width: int, device: torch.device) 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter as it is stepped. coded: whether its state is in 8 bits. scales: number of this rank's blocks."""
+    """A parameter, split into tiles. coded: whether its state is in 8 bits. scales: number of blocks on this rank."""
 
     placement: ParameterPlacement
     tiles: tuple[_Tile, ...]
@@ -122,13 +125,13 @@ class _Parameter:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the whole tensor."""
+        """Number of rows of the full tensor."""
         return math.prod(self.placement.shape[:-1])
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """A box of a state tensor, its elements, and whether this rank saves it."""
+    """A box of a state tensor, its values, and whether this rank saves it."""
 
     box: Box
     values: Tensor
@@ -138,10 +141,9 @@ class StatePart:
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with state in `state_dtype`.
 
-    rounding: of bf16 masters; `nearest` for wider ones. `stochastic`: up or down in proportion to the distance, by bits
-    of seed, name, place in the whole tensor and step. `kahan`: what is rounded away is kept in bf16 and added to the
-    next step.
-    """
+    rounding: of bf16 master weights; must be `nearest` for wider dtypes. `stochastic` rounds up or down in proportion
+    to the distance, with random bits that depend on seed, name, index in the full tensor, and step. `kahan` keeps the
+    rounding error in bf16 and adds it in the next step."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         rounding: Rounding = "nearest",
         seed: int = 0,
     ) -> None:
-        """names: of all parameters, the same on every mesh. Collective where 8-bit state is sharded."""
+        """names: the name of each parameter, equal on every mesh. Collective if 8-bit state is sharded."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype, self.rounding, self.seed, self.placements = state_dtype, rounding, seed, placements
         self._parameters = {
@@ -169,6 +171,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self._step = find_step(device, elements)
 
     def prepare(self, placement: ParameterPlacement, parameter: nn.Parameter) -> _Parameter:
+        """Split a parameter's shard into tiles, and decide whether its state is in 8 bits."""
         coded = self.state_dtype == torch.int8 and has_codes(placement.name, placement.shape)
         grids, offset, width = list[BlockGrid](), 0, placement.shape[-1] if placement.shape else 1
         for rank_box in placement.boxes:
@@ -178,8 +181,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         return _Parameter(placement, tuple(_Tile(rows, grids[rows.box]) for rows in parts), coded, offset)
 
     def _cut_blocks(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """(name, block along the last dimension) -> (first place, rows) among the maxima that ranks exchange, for every
-        block that some rank of the stage holds in part."""
+        """(name, index of a block along the last dimension) -> (first index, number of rows) among the maxima that
+        ranks exchange. Contains every block that some rank of the stage holds only in part."""
         cut = {
             (p.placement.name, tile.grid.first + block): p.rows
             for p in self._parameters.values()
@@ -188,9 +191,9 @@ class LowBitAdamW(torch.optim.Optimizer):
             for block in tile.grid.cut
         }
         if self.state_dtype == torch.int8:
-            for cut_there in self.placements.gather(cut):
-                assert isinstance(cut_there, dict)
-                cut |= cut_there
+            for rank_cut in self.placements.gather(cut):
+                assert isinstance(rank_cut, dict)
+                cut |= rank_cut
         ranges, first = {}, 0
         for key in sorted(cut):
             ranges[key] = (first, cut[key])
@@ -201,19 +204,19 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every parameter that has a gradient. Collective where ranks share blocks of 8-bit state."""
+        """Update every parameter that has a gradient. Collective if ranks share blocks of 8-bit state."""
         assert closure is None
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, _ in stepped:
             state = self._state_of(parameter)
-            state["step"] = int(state["step"]) + 1  # a tensor where another optimizer has saved it
+            state["step"] = int(state["step"]) + 1  # a checkpoint of torch's AdamW has a tensor here
         factors = self._factors(stepped)
         maxima = self._agree(stepped, factors)
         for (parameter, _), of_step in zip(stepped, factors, strict=True):
             self._update(parameter, of_step, maxima)
 
     def _factors(self, stepped: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> list[Tensor]:
-        """The numbers of a step, fp32 [8] on its device, for each parameter: see block_step.step_blocks."""
+        """For each parameter, the fp32 [8] `factors` of block_step.step_blocks, on its device."""
         by_numbers: dict[tuple[Any, ...], Tensor] = {}
         factors = []
         for parameter, group in stepped:
@@ -254,7 +257,8 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _agree(
         self, stepped: Sequence[tuple[nn.Parameter, dict[str, Any]]], factors: Sequence[Tensor]
     ) -> Tensor | None:
-        """[2, places] the largest new exp_avg and sqrt(exp_avg_sq) of each cut block's row, over all ranks."""
+        """[2, total rows of split blocks]: the largest new exp_avg and sqrt(exp_avg_sq) of each split block's row, over
+        all ranks. None without split blocks. Collective."""
         if not self._cut:
             return None
         total = sum(rows for _, rows in self._cut.values())
@@ -276,7 +280,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         return maxima
 
     def _agreed_rows(self, info: _Parameter, tile: _Tile) -> dict[int, slice]:
-        """Cut block of a tile's box -> its rows among the maxima that ranks exchange."""
+        """Split block of a tile's box -> the slice of its rows among the maxima that ranks exchange."""
         agreed = {}
         for block in tile.grid.cut if info.coded else ():
             first = self._cut[info.placement.name, tile.grid.first + block][0] + tile.rows.row
@@ -307,7 +311,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                 tile.put_back(*of_tensor)
 
     def _shared(self, info: _Parameter, tile: _Tile, maxima: Tensor | None) -> Tensor | None:
-        """[2, n] the maxima of a tile's blocks that ranks share, -1 for other blocks; None where it shares none."""
+        """[2, n]: the maxima of a tile's split blocks, -1 for other blocks. None without split blocks."""
         agreed = self._agreed_rows(info, tile)
         if not agreed:
             return None
@@ -317,11 +321,11 @@ class LowBitAdamW(torch.optim.Optimizer):
             shared[:, :, block] = maxima[:, rows]
         return shared.view(2, -1)
 
-    # ------------------------------------------------------------ what a checkpoint holds of the scales
+    # ------------------------------------------------------------ scales in a checkpoint
 
     def parts_of(self, parameter: nn.Parameter, key: str) -> tuple[tuple[int, ...], list[StatePart]] | None:
-        """(Shape of the whole state tensor, this rank's parts), for scales; None for state like the parameter. A cut
-        block's scale is saved by the rank that holds the block's first column."""
+        """(Shape of the full state tensor, this rank's parts of it) for scales. None for state with the parameter's
+        shape. The rank that holds a split block's first column saves its scale."""
         if not key.endswith("_scale"):
             return None
         info, scales = self._parameters[parameter], self.state[parameter][key]
@@ -345,5 +349,5 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def _on_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device, without waiting for it."""
+    """A copy of a host tensor on `device`, made without waiting for the device."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

@@ -1,4 +1,4 @@
-"""The matrices that Muon orthogonalises: parts of parameters, found on the model before it is divided."""
+"""The matrices that Muon orthogonalises: parts of parameters, determined on the model before it is sharded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from weft.parallel.tp.plan import FUSED, FUSED_GATE_UP, KEY_VALUE, QUERY, find_t
 def find_matrices(module: TrainModule, config: PretrainedConfig, optimizer: OptimizerConfig) -> MatrixBoxes:
     """Name of a parameter -> the boxes of its matrices.
 
-    Matrices are weights of two dimensions outside of embeddings and the head, and each expert's of three. A fused
-    projection has a box for each of its parts, and with optimizer.muon_heads, projections to queries, keys and values
-    one for each head. Raises UserError for a fused projection whose parts are not known.
+    Every weight of two dimensions is a matrix, except embeddings and the head. A stack of experts has one matrix per
+    expert. A fused projection has one per part. With optimizer.muon_heads, the projections to queries, keys and values
+    have one per head. Raises UserError for a fused projection whose parts weft does not know.
     """
     try:
         specs, reason = find_tp_plan(module, config, 1).specs, ""
@@ -43,8 +43,8 @@ def find_matrices(module: TrainModule, config: PretrainedConfig, optimizer: Opti
         leaves = set(name.split(".")[-3:])
         if reason and leaves & {*FUSED, *FUSED_GATE_UP}:
             raise UserError(
-                f"optimizer.name=muon: weft does not know the parts of {name}, each of which is orthogonalised by "
-                f"itself ({reason}). Set optimizer.name=adamw."
+                f"optimizer.name=muon: {name} is a fused projection. Muon orthogonalises each part of it separately, "
+                f"and weft does not know the parts ({reason}). Set optimizer.name=adamw."
             )
         heads = optimizer.muon_heads and bool(leaves & {*QUERY, *KEY_VALUE, *FUSED})
         boxes[name] = tuple(_boxes(tuple(parameter.shape), specs.get(name, TPSpec()), heads=heads))
@@ -52,7 +52,10 @@ def find_matrices(module: TrainModule, config: PretrainedConfig, optimizer: Opti
 
 
 def _boxes(shape: tuple[int, ...], spec: TPSpec, *, heads: bool) -> Iterator[Box]:
-    """The matrices of a parameter: of each index before the last two dimensions, and of each part along spec.dim."""
+    """The boxes of a parameter's matrices: one for each index of the leading dimensions and each segment of spec.dim.
+
+    heads: one box per head, in segments that consist of heads.
+    """
     ranges = {dim: [(0, size)] for dim, size in enumerate(shape)}
     for dim in range(len(shape) - 2):
         ranges[dim] = [(index, 1) for index in range(shape[dim])]

@@ -1,16 +1,17 @@
-"""Muon: matrices take orthogonal steps (Jordan et al. 2024, kellerjordan.github.io/posts/muon), all else AdamW's.
+"""Muon: orthogonalised updates of matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
 
     B = momentum B + (1 - momentum) g
     U = momentum B + (1 - momentum) g        (Nesterov)
     w = w (1 - lr d) - lr s NS(U)
 
-NS is five Newton-Schulz steps on the whole matrix, as in torch.optim.Muon. s is 0.2 sqrt(max(rows, columns))
-(match_rms_adamw; Liu et al. 2025, arXiv:2502.16982), so that rates of AdamW fit, or sqrt(max(1, rows / columns))
-(original).
+NS is five Newton-Schulz iterations on the full matrix, as in torch.optim.Muon. s is 0.2 sqrt(max(rows, columns)) for
+muon_scale=match_rms_adamw (Liu et al. 2025, arXiv:2502.16982), which makes AdamW's learning rates suitable, and
+sqrt(max(1, rows / columns)) for muon_scale=original.
 
-Ranks of a stage share the matrices, balanced by cost, also those that hold copies of each other: parts of U go to the
-rank that orthogonalises the matrix, and parts of the result come back to every rank that holds them. Two all-to-alls
-carry as many matrices as fit into a buffer; the next round's parts travel while a round is computed.
+The matrices are assigned to all ranks of a stage, replicas included, balanced by cost. Ranks send their parts of U to
+the rank that orthogonalises the matrix, and that rank sends parts of the result back to every rank that holds them. A
+round is as many matrices as fit into a buffer, and needs two all-to-alls. The next round's parts are sent while a round
+is computed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ from weft.parallel.shards.boxes import Box, overlap
 from weft.parallel.shards.cuts import RankBox
 
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's
-_ROUND = 1 << 24  # elements of matrices that a rank orthogonalises in a round, unless one matrix has more
+_ROUND = 1 << 24  # most elements that a rank orthogonalises in a round, unless one matrix has more
 
-Boxes = Mapping[str, Sequence[tuple[Box, bool]]]  # of one rank: name -> (box, whether this rank sends it)
+Boxes = Mapping[
+    str, Sequence[tuple[Box, bool]]
+]  # of one rank: name of a parameter -> (box, whether this rank sends it)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix and the rank of the stage that orthogonalises it. box: in the whole tensor of the parameter."""
+    """A matrix and the rank of the stage that orthogonalises it. name: its parameter. box: its position in the full
+    tensor of the parameter."""
 
     name: str
     box: Box
@@ -56,7 +60,7 @@ class Matrix:
 
 
 def newton_schulz(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, columns], or several of them [n, rows, columns] -> nearly orthogonal, in `dtype`."""
+    """The nearly orthogonal factor of a matrix [rows, columns] or a stack [n, rows, columns], computed in `dtype`."""
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype, copy=True)
     tall = x.shape[-2] > x.shape[-1]
@@ -70,7 +74,7 @@ def newton_schulz(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def step_scale(scale: str, shape: tuple[int, int]) -> float:
-    """What a matrix's step is multiplied by (optimizer.muon_scale)."""
+    """The factor s on a matrix's update. scale: optimizer.muon_scale. shape: [rows, columns]."""
     rows, columns = shape
     if scale == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -78,13 +82,13 @@ def step_scale(scale: str, shape: tuple[int, int]) -> float:
 
 
 def cost(shape: Sequence[int]) -> int:
-    """Multiplications of one Newton-Schulz step."""
+    """Number of multiplications of one Newton-Schulz iteration, for a matrix of this shape."""
     small, large = min(shape), max(shape)
     return 2 * small * small * large + small**3
 
 
-def deal(boxes: Sequence[tuple[str, Box]], ranks: int) -> list[Matrix]:
-    """Matrices assigned to ranks, the costliest first, each to the rank with the least work. The same on every rank."""
+def assign(boxes: Sequence[tuple[str, Box]], ranks: int) -> list[Matrix]:
+    """Assign matrices to ranks: the costliest first, each to the rank with the least work. Equal on every rank."""
     loads = [0] * ranks
     matrices = []
     for name, box in sorted(boxes, key=lambda item: (-cost(item[1].size[-2:]), item[0], item[1].start)):
@@ -95,7 +99,7 @@ def deal(boxes: Sequence[tuple[str, Box]], ranks: int) -> list[Matrix]:
 
 
 def rounds_of(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
-    """Matrices in rounds, in each of which a rank has at most about _ROUND elements."""
+    """Matrices in rounds. In a round each rank has at most about _ROUND elements."""
     rounds: dict[int, list[Matrix]] = defaultdict(list)
     number, filled = [0] * ranks, [0] * ranks
     for matrix in matrices:
@@ -109,20 +113,20 @@ def rounds_of(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
 
 @dataclass
 class _MatrixExchange:
-    """A round on its way. work: None where nothing travels. received: parts of this rank's matrices, rank by rank."""
+    """An all-to-all of one round. received: parts of this rank's matrices, rank by rank. sizes: elements from each
+    rank. work: None if nothing is sent."""
 
     matrices: Sequence[Matrix]
     received: Tensor
     sizes: Sequence[int]
     work: Any = None
-    sent: Tensor | None = field(default=None, repr=False)  # must live until the work has ended
+    sent: Tensor | None = field(default=None, repr=False)  # kept, because NCCL reads it until the work has ended
 
 
 class Muon(torch.optim.Optimizer):
     """Muon on the matrices of `matrix_groups`, torch's AdamW on `other_groups`.
 
-    momentum, scale, dtype: optimizer.muon_momentum, muon_scale, and the dtype in which matrices travel and are
-    orthogonalised.
+    momentum, scale: optimizer.muon_momentum, muon_scale. dtype: in which matrices are sent and orthogonalised.
     """
 
     def __init__(
@@ -138,7 +142,7 @@ class Muon(torch.optim.Optimizer):
         scale: str,
         dtype: torch.dtype,
     ) -> None:
-        """Collective where several ranks are in a stage."""
+        """Collective over the ranks of a stage."""
         super().__init__(list(matrix_groups) or [{"params": []}], {"lr": lr, "weight_decay": 0.0, "lr_scale": 1.0})
         self.momentum, self.scale, self.dtype, self.placements = momentum, scale, dtype, parameters.placements
         self._matrix_groups = list(self.param_groups)
@@ -159,13 +163,13 @@ class Muon(torch.optim.Optimizer):
         }
         self._boxes = cast("list[Boxes]", self.placements.gather(local_boxes))
         self._rank = self.placements.among[0] if len(self._boxes) > 1 else 0
-        self._matrices = deal(
+        self._matrices = assign(
             [(name, box) for name in local_boxes for box in parameters.matrices[name]], len(self._boxes)
         )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every parameter that has a gradient. Collective where several ranks are in a stage."""
+        """Update every parameter that has a gradient. Collective over the ranks of a stage."""
         assert closure is None
         if self._adamw is not None:
             self._adamw.step()
@@ -175,7 +179,7 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     updates[parameter] = self._momentum_of(parameter)
                     rates[parameter] = group["lr"], 1 - group["lr"] * group["weight_decay"]
-        # A parameter without a gradient has none on any rank.
+        # All ranks agree on `rounds`: a parameter without a gradient here has none on any rank.
         matrices = [matrix for matrix in self._matrices if self._parameters[matrix.name] in updates]
         rounds = rounds_of(matrices, len(self._boxes))
         following = self._send(rounds[0], updates) if rounds else None
@@ -184,20 +188,21 @@ class Muon(torch.optim.Optimizer):
             if number + 1 < len(rounds):
                 following = self._send(rounds[number + 1], updates)
             assert current is not None
-            self._take(current, rates)
+            self._finish_round(current, rates)
 
     def _momentum_of(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of the matrix to orthogonalise, after the update of the momentum."""
+        """Update the momentum B, and return this rank's shard of U."""
         state, gradient = self.state[parameter], local_shard(parameter.grad).float()
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer, share = local_shard(state["momentum_buffer"]), gradient * (1 - self.momentum)
-        # Operations that are rounded one by one, so that an element does not depend on its place in the shard.
-        new = buffer.float().mul(self.momentum).add_(share)
-        buffer.copy_(new)
-        return new.mul_(self.momentum).add_(share).to(self.dtype)
+        # Separately rounded operations, not lerp or addcmul: a fused kernel may round the last elements of a shard
+        # differently, and the result would depend on the mesh.
+        momentum = buffer.float().mul(self.momentum).add_(share)
+        buffer.copy_(momentum)
+        return momentum.mul_(self.momentum).add_(share).to(self.dtype)
 
-    # ------------------------------------------------------------ matrices travel
+    # ------------------------------------------------------------ exchange of matrices
 
     def _send(self, matrices: Sequence[Matrix], updates: Mapping[nn.Parameter, Tensor]) -> _MatrixExchange:
         """Send this rank's parts of matrices to the ranks that orthogonalise them."""
@@ -224,23 +229,24 @@ class Muon(torch.optim.Optimizer):
     def _exchange(
         self, matrices: Sequence[Matrix], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]
     ) -> _MatrixExchange:
-        """Start an all-to-all. parts: for each rank. sizes: elements from each rank."""
+        """Start an all-to-all. parts: flat tensors to send, for each rank. sizes: elements to receive from each
+        rank."""
         device = next(iter(self._parameters.values())).device
         empty = torch.empty(0, dtype=self.dtype, device=device)
-        sent = torch.cat([empty, *(part for of_rank in parts for part in of_rank)])
+        sent = torch.cat([empty, *(part for rank_parts in parts for part in rank_parts)])
         if self.placements.ranks is None:
             return _MatrixExchange(matrices, sent, [len(sent)])
         received = torch.empty(sum(sizes), dtype=self.dtype, device=device)
-        sent_sizes = [sum(map(Tensor.numel, of_rank)) for of_rank in parts]
+        sent_sizes = [sum(map(Tensor.numel, rank_parts)) for rank_parts in parts]
         work = dist.all_to_all_single(
             received, sent, list(sizes), sent_sizes, group=self.placements.ranks, async_op=True
         )
         return _MatrixExchange(matrices, received, sizes, work, sent)
 
-    def _take(self, exchange: _MatrixExchange, rates: Mapping[nn.Parameter, tuple[float, float]]) -> None:
-        """Orthogonalise this rank's matrices of a round, send the results, and step what comes back.
+    def _finish_round(self, exchange: _MatrixExchange, rates: Mapping[nn.Parameter, tuple[float, float]]) -> None:
+        """Orthogonalise this rank's matrices of a round, send the results, and update weights with received results.
 
-        rates: the learning rate, and the share of a weight that decay leaves.
+        rates: (learning rate, 1 - learning rate x weight decay) of each parameter.
         """
         _wait(exchange)
         matrices, local = exchange.matrices, self._local(exchange.matrices)
@@ -249,8 +255,7 @@ class Muon(torch.optim.Optimizer):
             offset = 0
             for matrix, target in zip(local, gathered, strict=True):
                 for shared in _shared(matrix, boxes, only_sent=True):
-                    piece = values[offset : offset + shared.numel].view(shared.size)
-                    target[shared.within(matrix.box)] = piece
+                    target[shared.within(matrix.box)] = values[offset : offset + shared.numel].view(shared.size)
                     offset += shared.numel
         results = self.orthogonalise([x.view(m.shape) for x, m in zip(gathered, local, strict=True)])
         parts = [
@@ -263,10 +268,11 @@ class Muon(torch.optim.Optimizer):
         ]
         sizes = [0] * len(self._boxes)
         for matrix in matrices:
-            held = _shared(matrix, self._boxes[self._rank], only_sent=False)
-            sizes[matrix.rank] += sum(shared.numel for shared in held)
-        back = self._exchange(matrices, parts, sizes)
-        _wait(back)
+            sizes[matrix.rank] += sum(
+                shared.numel for shared in _shared(matrix, self._boxes[self._rank], only_sent=False)
+            )
+        results_exchange = self._exchange(matrices, parts, sizes)
+        _wait(results_exchange)
         offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
         for matrix in matrices:
             parameter = self._parameters[matrix.name]
@@ -276,12 +282,12 @@ class Muon(torch.optim.Optimizer):
                 shared_box = overlap(matrix.box, rank_box.box)
                 if shared_box is not None:
                     offset = offsets[matrix.rank]
-                    values = back.received[offset : offset + shared_box.numel].view(shared_box.size)
+                    values = results_exchange.received[offset : offset + shared_box.numel].view(shared_box.size)
                     _step(shard, rank_box, shared_box, values, rate, decay)
                     offsets[matrix.rank] += shared_box.numel
 
     def orthogonalise(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Newton-Schulz of each matrix; on an accelerator, of all with the same shape together."""
+        """Newton-Schulz of each matrix. On CUDA, matrices of equal shape run as one batch."""
         results: list[Tensor] = [torch.empty(0)] * len(matrices)
         indices_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, matrix in enumerate(matrices):
@@ -297,13 +303,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def _shared(matrix: Matrix, boxes: Boxes, *, only_sent: bool) -> list[Box]:
-    """The parts of a matrix that a rank holds, in the order of its boxes. only_sent: those that it sends."""
+    """The parts of a matrix that a rank holds, in the order of its boxes. only_sent: only the parts that it sends."""
     parts = (overlap(matrix.box, box) for box, sends in boxes[matrix.name] if sends or not only_sent)
     return [part for part in parts if part is not None]
 
 
 def _step(shard: Tensor, rank_box: RankBox, box: Box, values: Tensor, rate: float, decay: float) -> None:
-    """shard[box] = decay x shard[box] - rate x values, in fp32, rounded once: in bf16 decay by itself would be lost."""
+    """shard[box] = decay x shard[box] - rate x values, computed in fp32 and rounded once. Rounded to bf16 by itself,
+    the decay would often change nothing."""
     target = shard[rank_box.within(box)]
     target.copy_(target.float().mul(decay).sub_(values.float().mul_(rate)))
 
@@ -318,7 +325,7 @@ def _wait(exchange: _MatrixExchange) -> None:
 
 
 def build_muon(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
-    """Muon, with optimizer.muon_lr as the matrices' rate."""
+    """Muon. Matrices use the learning rate optimizer.muon_lr, if it is set."""
     matrix_groups, other_groups = list[dict[str, Any]](), list[dict[str, Any]]()
     ratio = 1.0 if config.muon_lr is None else config.muon_lr / config.lr
     device = torch.device("cpu")

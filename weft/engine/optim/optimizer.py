@@ -49,29 +49,30 @@ def build_optimizer(
     matrices: MatrixBoxes | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer | ShardOptimizer:
-    """The optimizer over the parameters that require a gradient: one of OPTIMIZERS, or `rule`.
+    """The optimizer for the parameters that require a gradient: one of OPTIMIZERS, or `rule`.
 
-    rule: the optimizer of config.name, if that is an import path. all_parameters: parameters of the whole model, if
-    named_parameters are those of a pipeline stage. placements: default: nothing is divided by tp or ep. matrices: for
-    Muon (matrices.py). seed: of what is rounded at random. Parameters with different treatment or different meshes are
-    in different groups, because torch's list kernels take one mesh at a time. State has the sharding of its parameter.
-    `set_learning_rate` sets the rate before each step; parameters without a gradient are skipped.
+    rule: the optimizer at the import path config.name, or None if the name is in OPTIMIZERS. all_parameters: parameters
+    of the full model, if named_parameters are only one pipeline stage's. placements: the default is for parameters that
+    neither tp nor ep shards. matrices: for Muon (matrices.py). seed: for stochastic rounding.
+
+    A group has one rule and one mesh, because torch's list kernels accept tensors of one mesh only. State is sharded
+    like its parameter. Call `set_learning_rate` before each step. Parameters without a gradient are skipped.
     """
     named_parameters = list(named_parameters)
     names = {parameter: name for name, parameter in reversed(named_parameters)}
     groups: dict[tuple[ParamGroupRule, DeviceMesh | None], list[nn.Parameter]] = {}
-    for parameter, treatment in param_group_rules(named_parameters, config).items():
+    for parameter, group_rule in param_group_rules(named_parameters, config).items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) and rule is None else None
-        groups.setdefault((treatment, mesh), []).append(parameter)
+        groups.setdefault((group_rule, mesh), []).append(parameter)
     settings: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": treatment.weight_decay, "lr_scale": treatment.lr_scale}
-        for (treatment, _), parameters in groups.items()
+        {"params": parameters, "weight_decay": group_rule.weight_decay, "lr_scale": group_rule.lr_scale}
+        for (group_rule, _), parameters in groups.items()
     ]
     if rule is not None:
         all_rules = (
             None if all_parameters is None else list(dict.fromkeys(param_group_rules(all_parameters, config).values()))
         )
-        numbers = None if all_rules is None else [all_rules.index(treatment) for treatment, _ in groups]
+        numbers = None if all_rules is None else [all_rules.index(group_rule) for group_rule, _ in groups]
         return ShardOptimizer(settings, rule, numbers)
     assert config.name in OPTIMIZERS, config.name
     return OPTIMIZERS[config.name].build(
@@ -87,7 +88,7 @@ def moments(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerS
 def state_bytes(
     config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None, matrices: MatrixBoxes
 ) -> StateBytes:
-    """The bytes of the optimizer's state of some elements of a tensor."""
+    """A function: (name, shape, number of elements held) of a tensor -> bytes of the optimizer state for them."""
 
     def count(name: str, shape: Sequence[int], elements: int) -> int:
         if rule is not None:
@@ -99,32 +100,35 @@ def state_bytes(
 
 
 def lossy_parts(config: OptimizerConfig, master: torch.dtype) -> list[str]:
-    """The inexact parts of the optimizer, as text. docs/how-to/optimizers.md has measured errors."""
-    parts = []
+    """Texts that describe the inexact parts of the optimizer. docs/how-to/optimizers.md has measured errors."""
+    texts = []
     if config.name in OPTIMIZERS:
-        state = {torch.int8: "in codes of 8 bits", torch.bfloat16: "rounded to bf16"}
-        parts += [f"{state[dtype]}: not exact" for dtype in moments(config, master, None)[:1] if dtype in state]
+        state = {torch.int8: "state in 8-bit codes", torch.bfloat16: "state rounded to bf16"}
+        texts += [f"{state[dtype]}: not exact" for dtype in moments(config, master, None)[:1] if dtype in state]
     if master == torch.bfloat16:
-        how = {"nearest": "to nearest", "stochastic": "at random", "kahan": "with what is lost kept in bf16"}
+        roundings = {
+            "nearest": "to nearest", "stochastic": "stochastically", "kahan": "with the rounding errors kept in bf16",
+        }  # fmt: skip
         rounding = config.rounding if config.name == "adamw" else "nearest"
-        parts.append(f"masters rounded {how[rounding]}: not exact")
-    return parts
+        texts.append(f"master weights rounded {roundings[rounding]}: not exact")
+    return texts
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer | ShardOptimizer, lr: float) -> None:
-    """Set the rate of the next step: `lr` times each group's share."""
+    """Set the learning rate of the next step: `lr` x the lr_scale of each group."""
     set_rates(optimizer.param_groups, lr)
 
 
 def stepped_by(
     optimizer: torch.optim.Optimizer | ShardOptimizer, parameter: nn.Parameter
 ) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    """(Optimizer with torch's interface, the tensor that it updates: the parameter, or this rank's shard)."""
+    """(The optimizer with torch's interface, the tensor that it updates). The tensor is the parameter, or this rank's
+    shard of it for an optimizer by import path."""
     return optimizer.stepped(parameter) if isinstance(optimizer, ShardOptimizer) else (optimizer, parameter)
 
 
 def counters(optimizer: torch.optim.Optimizer | ShardOptimizer) -> dict[int, tuple[dict[str, Any], tuple[str, ...]]]:
-    """Number of a group in the whole model -> (the parameter group, names of its entries that belong to the state)."""
+    """Index of a group in the full model -> (the parameter group, names of its entries that are state)."""
     if not isinstance(optimizer, ShardOptimizer):
         return {}
     return {number: (group, optimizer.counters) for number, group in optimizer.numbered_groups.items()}
@@ -133,20 +137,20 @@ def counters(optimizer: torch.optim.Optimizer | ShardOptimizer) -> dict[int, tup
 def parts_of_state(
     optimizer: torch.optim.Optimizer | ShardOptimizer, parameter: nn.Parameter, key: str
 ) -> tuple[tuple[int, ...], list[StatePart]] | None:
-    """(Shape of the whole state tensor, this rank's parts of it); None for state of the parameter's shape, and for
+    """(Shape of the full state tensor, this rank's parts of it). None for state with the parameter's shape, and for
     state that is equal on every rank."""
     return optimizer.parts_of(parameter, key) if isinstance(optimizer, LowBitAdamW) else None
 
 
 def empty_state(optimizer: torch.optim.Optimizer | ShardOptimizer, parameter: nn.Parameter, key: str) -> Tensor | None:
-    """This rank's part of a state tensor before the first step, where the optimizer itself decides on it."""
+    """This rank's part of a state tensor before the first step, or None if the optimizer does not define it."""
     if not isinstance(optimizer, LowBitAdamW) or key not in optimizer.keys_of(parameter):
         return None
     return optimizer.empty_state(parameter, key)
 
 
 def stepped_on_device(optimizer: torch.optim.Optimizer | ShardOptimizer) -> set[nn.Parameter]:
-    """Parameters whose scalars in the state (`step`) must be on the parameter's device instead of the host."""
+    """Parameters whose state scalars (`step`) must be on the parameter's device, not on the host."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {parameter for group in groups for parameter in group["params"]}
 
@@ -159,10 +163,11 @@ def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
 
 @dataclass(frozen=True)
 class OtherStages:
-    """The stages of a pipeline. borrowed: names of parameters of this rank that another stage counts."""
+    """The stages of a pipeline. group: this rank and its peers in other stages. counted_elsewhere: names of this rank's
+    parameters that another stage counts, such as tied embeddings."""
 
     group: dist.ProcessGroup
-    borrowed: frozenset[str]
+    counted_elsewhere: frozenset[str]
 
 
 @torch.no_grad()
@@ -172,10 +177,10 @@ def clip_gradients(
     cuts: ShardSpecs | None = None,
     pp: OtherStages | None = None,
 ) -> float:
-    """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before.
+    """Scale the gradients to a global L2 norm of at most `max_norm`. Returns the norm before scaling.
 
-    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. max_norm=None only measures.
-    Gradients with a non-finite norm stay as they are. cuts: how tp and ep divide parameters. Collective, with the same
+    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. With max_norm=None, or if the
+    norm is not finite, gradients do not change. cuts: how tp and ep shard parameters. Collective, with the same
     parameters on every rank of a stage.
     """
     named = list(named_parameters)
@@ -186,11 +191,11 @@ def clip_gradients(
 
 @torch.no_grad()
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply the gradients that there are by a number."""
+    """Multiply all existing gradients by a number."""
     gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if factor == 1.0 or not gradients:
         return
-    if gradients[0].is_cpu:  # where the list kernel rounds the factor to bf16 first (torch 2.13)
+    if gradients[0].is_cpu:  # torch._foreach_mul_ on CPU first rounds the factor to the dtype of bf16 tensors (2.13)
         for gradient in gradients:
             gradient.mul_(factor)
     else:
@@ -203,7 +208,8 @@ def clipping_factor(norm: float, max_norm: float | None) -> float:
 
 
 def clipping_divisor(norm: Tensor, max_norm: float | None) -> Tensor | None:
-    """What clip_gradients divides by, on the device; None if nothing is clipped."""
+    """The number by which clip_gradients divides gradients of this norm, an fp32 scalar on the device. None without
+    clipping."""
     return None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0).float()
 
 
@@ -214,7 +220,7 @@ def global_norm(
     pp: OtherStages | None = None,
     early: EarlyNorms | None = None,
 ) -> float:
-    """L2 norm of all gradients together, equal on every rank. early: norms that are known already."""
+    """L2 norm of all gradients together, equal on every rank. early: norms that were computed during backward."""
     return float(read(device_norm(named_parameters, cuts, pp, early)[None], lambda: [1.0])[0])
 
 
@@ -225,14 +231,17 @@ def device_norm(
     pp: OtherStages | None = None,
     early: EarlyNorms | None = None,
 ) -> Tensor:
-    """As `global_norm`: a scalar, fp64, on the parameters' device. Sharded elements and elements that ranks of tp, or
-    stages, replicate count once. Sums of squares are all-reduced once per mesh axis on which a gradient is sharded, and
-    then over the stages."""
-    # Keyed by the parameters and not by the gradients at hand, so that all ranks make the same collectives.
-    shards: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[_Part]] = {}
+    """`global_norm` as an fp64 scalar on the parameters' device, without waiting for the device.
+
+    Every element counts once, also if several tp ranks or stages hold it. Sums of squares are all-reduced once per mesh
+    axis on which gradients are sharded, and then over the stages.
+    """
+    # The keys come from the parameters, not from the gradients that exist here: every rank must call the same
+    # collectives in the same order.
+    shards: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[_GradientPart]] = {}
     device = torch.device("cpu")
     for name, parameter in named_parameters:
-        if pp is not None and name in pp.borrowed:
+        if pp is not None and name in pp.counted_elsewhere:
             continue
         groups, device = sharding_groups(parameter), parameter.device
         local = [] if parameter.grad is None else counted_parts(name, parameter, cuts)
@@ -242,18 +251,18 @@ def device_norm(
             groups, numbers = (*groups, *(process_group(ranks) for ranks in cut.axes)), cut.copies
         for copies in numbers:
             shards.setdefault((groups, copies), [])
-        known = None if early is None else early.known(parameter)
+        early_norms = None if early is None else early.norms_of(parameter)
         for number, (copies, part) in enumerate(local):
-            shards[groups, copies].append((part, None if known is None else known[number]))
+            shards[groups, copies].append((part, None if early_norms is None else early_norms[number]))
     if not shards and pp is None:
         return torch.zeros((), dtype=torch.float64, device=device)
     squares = {key: _sum_of_squares(parts, device) / key[1] for key, parts in shards.items()}
     for group in dict.fromkeys(group for groups, _ in squares for group in groups):
         keys = [key for key in squares if group in key[0]]
-        part = torch.stack([squares[key] for key in keys])
+        stacked = torch.stack([squares[key] for key in keys])
         with waiting():
-            dist.all_reduce(part, group=group)
-        squares |= zip(keys, part.unbind(), strict=True)
+            dist.all_reduce(stacked, group=group)
+        squares |= zip(keys, stacked.unbind(), strict=True)
     total = torch.stack([*squares.values(), torch.zeros((), dtype=torch.float64, device=device)]).sum()
     if pp is not None:
         with waiting():
@@ -276,26 +285,26 @@ def sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-# Elements of a gradient, and the norms of their pieces if these are known.
-_Part = tuple[Tensor, list[Tensor] | None]
+# Elements of a gradient, and the norms of their chunks if backward has computed them.
+_GradientPart = tuple[Tensor, list[Tensor] | None]
 
 
-def _sum_of_squares(parts: Sequence[_Part], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements, computed from norms in fp32 or better: a scalar, fp64, on `device`."""
-    pieces = [[] if norms is not None else _pieces(part) for part, norms in parts]
-    to_compute = [piece for of_part in pieces for piece in of_part]
+def _sum_of_squares(parts: Sequence[_GradientPart], device: torch.device) -> Tensor:
+    """The sum of squares of all elements, computed from norms in fp32 or fp64: an fp64 scalar on `device`."""
+    chunks = [[] if norms is not None else _chunks(part) for part, norms in parts]
+    to_compute = [chunk for part_chunks in chunks for chunk in part_chunks]
     computed = iter(torch._foreach_norm(to_compute, 2.0, dtype=norm_dtype(to_compute[0])) if to_compute else ())
     all_norms = [
         norm
-        for (_, norms), of_part in zip(parts, pieces, strict=True)
-        for norm in ([next(computed) for _ in of_part] if norms is None else norms)
+        for (_, norms), part_chunks in zip(parts, chunks, strict=True)
+        for norm in ([next(computed) for _ in part_chunks] if norms is None else norms)
     ]
     if not all_norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(all_norms).double().square().sum()
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.numel() == 0:
         return ()
     return tensor.reshape(-1).split(CPU_CHUNK) if device_kind(tensor.device) == "cpu" else (tensor,)
@@ -303,13 +312,13 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 class Ema:
     """Exponential moving average of the trained weights: e_0 = w_0, and e_t = d e_(t-1) + (1 - d) w_t after update t,
-    with d = optimizer.ema_decay (as torch.optim.swa_utils).
+    with d = optimizer.ema_decay (as in torch.optim.swa_utils).
 
-    Each rank keeps the average of its shards in fp32, beside the masters.
+    Each rank keeps the average of its shards in fp32, in addition to the master weights.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
-        """Start with the present weights."""
+        """Initialise the average with the current weights."""
         self.decay = decay
         self.shards: dict[nn.Parameter, Tensor] = {
             parameter: local_shard(parameter.detach()).to(torch.float32, copy=True)
@@ -319,6 +328,6 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Include the present weights."""
+        """Add the current weights to the average."""
         weights = [local_shard(parameter).float() for parameter in self.shards]
         torch._foreach_lerp_(list(self.shards.values()), weights, 1.0 - self.decay)

@@ -1,6 +1,6 @@
-"""Where the elements of a rank's shard lie in the whole tensor, for optimizers whose steps depend on it.
+"""The position of a shard's elements in the full tensor, for optimizers whose updates depend on it.
 
-Whole tensors are those of the model that transformers builds, which are the same on every mesh.
+A full tensor is a parameter of the model as transformers builds it. Its shape and name are equal on every mesh.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from weft.parallel.shards.cuts import RankBox, ShardSpecs, rank_boxes
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """This rank's part of one parameter. name: the same on every mesh. shape: of the whole tensor. boxes: of the whole
-    tensor; none for an empty shard. number: the parameter's index, by which writing is dealt to replicas."""
+    """This rank's part of one parameter.
+
+    name: equal on every mesh. shape: of the full tensor. boxes: parts of the full tensor that this rank holds, none for
+    an empty shard. number: index of the parameter, which selects the replica that writes it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -33,8 +36,9 @@ class ParameterPlacement:
 
 @dataclass(frozen=True)
 class Placements:
-    """The placements of all parameters of a rank's stage. cuts: how tp and ep divide them. among: (this rank, ranks) of
-    the stage. ranks: the ranks of the stage; None for one rank, and in a simulation."""
+    """The placements of all parameters of a rank's stage. cuts: how tp and ep shard them. among: (this rank's index in
+    the stage, number of ranks in the stage). ranks: the ranks of the stage, None if there is one, and in a
+    simulation."""
 
     cuts: ShardSpecs
     among: tuple[int, int] = (0, 1)
@@ -71,9 +75,11 @@ class Placements:
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows of a box: a matrix [count, columns] of elements of a shard. A row is what one index of the last
-    dimension runs over. box: index of the box. local: where they are in the shard. first: number of the first row in
-    the box. row: number of the first row in the whole tensor. column: the first column in the whole tensor."""
+    """Consecutive rows of a box: a matrix [count, columns] of elements of a shard. A row runs along the last dimension.
+
+    box: index of the box. local: slices that select the rows in the shard. first: index of the first row in the box.
+    row, column: index of the first row and of the first column in the full tensor.
+    """
 
     box: int
     local: tuple[slice, ...]
@@ -89,33 +95,34 @@ class Rows:
 
 
 def rows_of(placement: ParameterPlacement, elements: int) -> Iterator[Rows]:
-    """All rows of a shard, in order, in parts of at most about `elements` elements."""
+    """All rows of a shard, in order, in parts of about `elements` elements at most."""
     for number, rank_box in enumerate(placement.boxes):
         box, shape = rank_box.box, placement.shape
-        columns, done = (box.size[-1], 0) if shape else (1, 0)
+        columns, first = (box.size[-1], 0) if shape else (1, 0)
         if len(shape) < 2:
             yield Rows(number, rank_box.within(box), 1, columns, 0, 0, box.start[0] if shape else 0)
             continue
-        # Dimensions before `axis` are taken one index at a time; those between it and the columns are whole.
+        # A part has one index of each dimension before `split`, a range of `split`, and all of the dimensions between
+        # `split` and the columns. Rows are then consecutive in the full tensor.
         partial = [d for d in range(1, len(shape) - 1) if box.size[d] < shape[d]]
-        axis = partial[-1] if partial else 0
-        inner = math.prod(box.size[axis + 1 : -1])
+        split = partial[-1] if partial else 0
+        inner = math.prod(box.size[split + 1 : -1])
         step = max(1, elements // max(1, inner * columns))
-        for index in product(*(range(start, start + size) for start, size in zip(box.start, box.size[:axis]))):  # noqa: B905
-            for offset in range(0, box.size[axis], step):
-                size = min(step, box.size[axis] - offset)
+        for index in product(*(range(start, start + size) for start, size in zip(box.start, box.size[:split]))):  # noqa: B905
+            for offset in range(0, box.size[split], step):
+                size = min(step, box.size[split] - offset)
                 part = Box(
-                    (*index, box.start[axis] + offset, *box.start[axis + 1 :]),
-                    (*(1 for _ in index), size, *box.size[axis + 1 :]),
+                    (*index, box.start[split] + offset, *box.start[split + 1 :]),
+                    (*(1 for _ in index), size, *box.size[split + 1 :]),
                 )
                 row = 0
                 for dim in range(len(shape) - 1):
                     row = row * shape[dim] + part.start[dim]
-                yield Rows(number, rank_box.within(part), size * inner, columns, done, row, box.start[-1])
-                done += size * inner
+                yield Rows(number, rank_box.within(part), size * inner, columns, first, row, box.start[-1])
+                first += size * inner
 
 
 def random_key(seed: int, name: str, step: int) -> int:
-    """32 bits, as a signed number, that differ between runs, tensors and steps."""
+    """A 32-bit hash of seed, tensor name and step, as a signed integer."""
     digest = hashlib.blake2s(f"{seed}/{step}/{name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)

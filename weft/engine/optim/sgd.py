@@ -1,8 +1,8 @@
-"""SGD: torch's own, or one whose momentum or parameters are in bf16 (optimizer.state_dtype, fsdp.master_dtype).
+"""SGD: torch's, or RoundedSGD if momentum or parameters are in bf16 (optimizer.state_dtype, fsdp.master_dtype).
 
-torch's keeps state in the parameter's dtype, and rounds each operation to it. The other computes an update in fp32 from
-stored state and parameter, one parameter at a time, and rounds both to nearest in their dtypes. Its operations are
-rounded one by one, so that an element does not depend on its place in a shard.
+torch's SGD keeps the momentum in the parameter's dtype and rounds every operation to it. RoundedSGD computes an update
+in fp32 and then rounds momentum and parameter to nearest in their dtypes. Each operation is rounded separately, so that
+the result of an element does not depend on its index in a shard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.parallel.mesh import local_shard
 
 
 class RoundedSGD(ElementwiseOptimizer):
-    """SGD with momentum in `state_dtype`; weight decay is added to the gradient, as in torch."""
+    """SGD with momentum in `state_dtype`. Weight decay is added to the gradient, as in torch."""
 
     def __init__(self, params: Any, state_dtype: torch.dtype, lr: float, momentum: float) -> None:
         super().__init__(params, state_dtype, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
@@ -29,18 +29,18 @@ class RoundedSGD(ElementwiseOptimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         stored, weight = local_shard(state["momentum_buffer"]), shard.float()
         gradient = gradient + weight * group["weight_decay"]
-        # From zero this is the first gradient itself, as in torch.
+        # In the first step the momentum is zero, so this is the gradient itself, as in torch.
         velocity = stored.float().mul_(group["momentum"]).add_(gradient)
         shard.copy_(weight.sub_(velocity * group["lr"]))
         stored.copy_(velocity)
 
 
 def build_sgd(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
-    """SGD, with momentum where config.momentum is above 0."""
+    """SGD. It has momentum if config.momentum is above 0."""
     state = state_dtype(config, parameters.dtype)
     if config.momentum > 0 and (state != parameters.dtype or state == torch.bfloat16):
         return RoundedSGD(parameters.groups, state, config.lr, config.momentum)
-    # The fused SGD kernel has no rule for DTensors.
+    # Not fused=True: the fused SGD kernel does not support DTensors.
     return torch.optim.SGD(parameters.groups, lr=config.lr, momentum=config.momentum, foreach=True)
 
 

@@ -168,8 +168,10 @@ def tied_weight_steps_apart(
     "the gradient norm counts a tied weight once for each stage that has it",
     caught_by=NORM, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
-def tied_weight_counted_twice(plant: Plant, original: Original, group: Any, borrowed: frozenset[str]) -> OtherStages:
-    plant.hits += bool(borrowed)
+def tied_weight_counted_twice(
+    plant: Plant, original: Original, group: Any, counted_elsewhere: frozenset[str]
+) -> OtherStages:
+    plant.hits += bool(counted_elsewhere)
     result: OtherStages = original(group, frozenset())
     return result
 
