@@ -266,7 +266,7 @@ def test_a_leak_that_shows_only_where_a_neighbour_is_another_is_seen(
 
 REFUSED = [
     (_LeaksOverTheBatch, 1.0, "logits differ from HuggingFace's eager forward"),
-    (_DropsBounds, 1.0, "document bounds did not reach attention"),
+    (_DropsBounds, 1.0, "the bounds of documents did not reach attention"),
     (_NeedsAMask, 1.0, "'NoneType' object has no attribute 'to'"),
     (LlamaModel, 2.0, "logits differ from HuggingFace's eager forward"),
 ]
@@ -331,7 +331,7 @@ def test_attention_raises_where_bounds_do_not_arrive() -> None:
     hf.register_kernels()
     model = hf.build_random(tiny_config("llama"), dtype=torch.float32, attention="weft_auto", seed=0)
     ids = torch.arange(3, 20)[None]
-    with pytest.raises(RuntimeError, match="LlamaAttention: document bounds did not reach attention"):
+    with pytest.raises(RuntimeError, match="LlamaAttention: the bounds of documents did not reach attention"):
         model(input_ids=ids, use_cache=False)
     calls: list[Call] = []
     with attention.watched(calls.append):

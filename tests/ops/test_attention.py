@@ -133,7 +133,9 @@ def test_auto_is_the_fastest_that_serves(device: torch.device, dtype: torch.dtyp
 
 
 def test_a_kernel_that_cannot_serve_a_call_is_refused() -> None:
-    with pytest.raises(ValueError, match="varlen cannot serve a call in torch.bfloat16 on cuda with heads 512 wide"):
+    with pytest.raises(
+        ValueError, match="varlen does not support attention in torch.bfloat16 on cuda with heads 512 wide"
+    ):
         choose("varlen", CUDA, BF16, Traits(512, 512))
 
 

@@ -74,5 +74,5 @@ def test_padding_is_little_where_lengths_are_those_of_texts() -> None:
 
 
 def test_nothing_of_the_row_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="nothing that a mixer receives is of the 9 tokens"):
+    with pytest.raises(RuntimeError, match=r"a state mixer has no argument of shape \[1, 9, ...\]"):
         by_document(lambda x: x, Bounds((5, 4)), torch.randn(1, 5, 2))

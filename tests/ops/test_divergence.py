@@ -263,11 +263,11 @@ def test_no_predictions_give_zero_gradients() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     inputs = problem()
-    with pytest.raises(ValueError, match="temperature must be above 0"):
+    with pytest.raises(ValueError, match="the temperature of a divergence must be above 0"):
         chunked(inputs, "forward_kl", 0.0)
     summed = differentiated(lambda log_p, log_q: (log_p - log_q).sum(1), "mine.py:kl")
     comparison = Comparison(summed, TeacherLogits(inputs.hidden_q, head_of(inputs)))
-    with pytest.raises(ValueError, match=r"mine.py:kl gives \(11,\); it must give a term for each token"):
+    with pytest.raises(ValueError, match=r"mine.py:kl returns \(11,\); it must return a term for each token"):
         divergences(inputs.hidden, inputs.weight, inputs.bias, inputs.targets, STUDENT, comparison)
 
 

@@ -145,9 +145,9 @@ def test_auto_takes_it_where_it_is_installed(
 def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "installed_version", lambda name: "")
     monkeypatch.setattr(attention, "device_capability", lambda device: (9, 0))
-    with pytest.raises(ValueError, match="fa4 cannot serve .* Install flash-attn-4, or set model.attention=auto"):
+    with pytest.raises(ValueError, match="fa4 does not support .* Install flash-attn-4, or set model.attention=auto"):
         attention.choose("fa4", CUDA, torch.bfloat16, Traits(128, 128))
-    with pytest.raises(ValueError, match="fa4 cannot serve .*wide. Set model.attention=auto"):  # it would not help
+    with pytest.raises(ValueError, match="fa4 does not support .*wide. Set model.attention=auto"):  # it would not help
         attention.choose("fa4", CUDA, torch.float32, Traits(128, 128))
 
 

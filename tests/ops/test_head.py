@@ -421,7 +421,7 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "weft.ops.head_kernels", wrong)
     monkeypatch.setattr(ops, "head_kernels", wrong, raising=False)
     monkeypatch.setattr(kernel_trial, "find_spec", lambda name: object())
-    with pytest.warns(UserWarning, match="computes without its Triton kernels on cpu: they differ by"):
+    with pytest.warns(UserWarning, match="computes without its Triton kernels on cpu: their results differ by"):
         assert not head.check_kernels.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 
@@ -472,7 +472,7 @@ def test_a_target_outside_the_vocabulary_is_not_silent() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     hidden, weight, _, targets = problem(3, torch.float32)
-    with pytest.raises(ValueError, match="temperature must be above 0"):
+    with pytest.raises(ValueError, match="the temperature of log-probabilities must be above 0"):
         chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, temperature=0.0)
     with pytest.raises(ValueError, match="softcap must be above 0"):
         LogitTransform(softcap=0.0)

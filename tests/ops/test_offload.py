@@ -158,7 +158,7 @@ def test_a_change_in_place_before_the_copy_is_done_is_an_error(layers: nn.Module
     with torch.no_grad():
         hidden.add_(1.0)
     outputs.append(run_layer(FULL, layers[1], outputs[-1], offload=transfers))
-    with pytest.raises(RuntimeError, match=r"set model.offload_activations=off"):
+    with pytest.raises(RuntimeError, match=r"Set model.offload_activations=off"):
         run_layer(FULL, layers[2], outputs[-1], offload=transfers)
 
 

@@ -288,7 +288,7 @@ def test_what_a_model_does_not_have_is_said_before_it_loads() -> None:
 def test_parts_of_states_are_refused() -> None:
     inside = ["hidden/model.layers.1.mlp", "hidden/model.layers.1.mlp.down_proj"]
     for message in run(2, opened, saved_model("qwen3"), inside, False, "tp2"):
-        assert "each rank has a part of what is inside of model.layers.1.mlp. Read model.layers.1.mlp or" in message
+        assert "is inside model.layers.1.mlp, which mesh.tp shards" in message
     assert run(2, opened, saved_model("qwen3"), inside[:1], False, "tp2") == ["", ""]
 
 

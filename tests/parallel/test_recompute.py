@@ -170,7 +170,7 @@ def test_a_change_in_place_of_what_is_kept_is_an_error() -> None:
         return out
 
     out = run_layer(SELECTIVE, layer, x)
-    with pytest.raises(RuntimeError, match=r"set model.recompute=full|modified by an inplace"):
+    with pytest.raises(RuntimeError, match=r"Set model.recompute=full|modified by an inplace"):
         out.sum().backward()
 
 

@@ -511,7 +511,7 @@ def test_a_divergence_of_ones_own(tmp_path: Path) -> None:
     first, second = lines(tmp_path / "own")[0], lines(tmp_path / "ours")[0]
     assert 2 * first["loss"] == pytest.approx(second["loss"], rel=1e-6)
     assert 2 * first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-5)
-    with pytest.raises(Exception, match="gives .*; it must give a term for each token of the vocabulary"):
+    with pytest.raises(Exception, match="returns .*; it must return a term for each token of the vocabulary"):
         run(1, attempt, config_of(tmp_path / "summed", teacher, f"distill.loss={path}:summed"))
     assert differentiated(half_skewed, "")(torch.zeros(1, 2), torch.zeros(1, 2))[0].shape == (1, 2)
     assert terms_of("forward_kl", 0.5) is not None

@@ -1,4 +1,4 @@
-"""Attention within documents: one function for every HuggingFace family, and the table of kernels behind it.
+"""Attention within documents: one function for every HuggingFace family, and the table of its kernels.
 
 Shapes: see attention_call.py.
 """
@@ -27,19 +27,19 @@ from weft.ops.shapes import shapes_of_flash
 from weft.ops.tree_attention import attend_trees, suits_trees
 from weft.versions import installed_version, varlen_attention
 
-EXACT = "exact"  # used instead of the table's kernels with rl.on_policy=exact
+EXACT = "exact"  # with rl.on_policy=exact, replaces the kernels of the table
 
 
 # ---------------------------------------------------------------- kernels: each returns [B, H, T, E]
 
 
 def varlen(call: Call) -> Tensor:
-    """torch's variable-length flash attention (CUDA, 16-bit): one kernel for all documents of the row."""
+    """torch's variable-length flash attention (CUDA, 16-bit): one kernel call for all documents of the row."""
     return _in_one_call(call)
 
 
 def flash4(call: Call) -> Tensor:
-    """The same by the package flash-attn-4."""
+    """Variable-length attention from the package flash-attn-4: one kernel call for all documents of the row."""
     return _in_one_call(call, flash4_attention)
 
 
@@ -69,9 +69,12 @@ def flash_rows(
 ) -> Tensor:
     """Flash attention of documents laid end to end: [tokens, H, E] from tensors [tokens, heads, width].
 
-    cu_queries, cu_keys: cumulative lengths of the documents, int32. window: tokens that a token sees to its left and to
-    its right; -1: unlimited. kernel: in place of torch's varlen_attn, with its arguments. It needs one head width for
-    queries, keys and values, a multiple of 8; heads are padded with zeros, which do not change the result.
+    cu_queries, cu_keys: cumulative lengths of the documents, int32. longest, longest_key: the largest numbers of
+    queries and keys of a document. window: number of tokens that a token sees to its left and to its right; -1 is
+    unlimited. kernel: a replacement for torch's varlen_attn, with the same arguments.
+
+    Kernels need equal head widths for queries, keys and values, a multiple of 8. Heads are padded with zeros, which do
+    not change the result.
     """
     width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
@@ -82,7 +85,7 @@ def flash_rows(
 
 
 def _cumulative(call: Call) -> tuple[Tensor, int]:
-    """(cumulative lengths over the flattened batch, the longest). Padding of a padded entry counts as part of it."""
+    """(cumulative lengths over the flattened batch, the largest length). In a padded batch, lengths include padding."""
     bounds = call.bounds
     if not bounds.padded:
         assert bounds.cu_seqlens is not None
@@ -95,7 +98,7 @@ def _cumulative(call: Call) -> tuple[Tensor, int]:
 
 
 def flex(call: Call) -> Tensor:
-    """torch's flex attention (CUDA, compiled), which supports soft-caps and sinks, unlike flash kernels."""
+    """torch's flex attention (CUDA, compiled). Unlike flash kernels it supports soft-caps and sinks."""
     from weft.ops.flex import flex_documents
 
     with compiled_kernel():
@@ -104,9 +107,11 @@ def flex(call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and the calls that it supports. any_scores: supports soft-caps, sinks, and tokens that see later ones.
-    widths: supported head widths of queries, keys and values. capability: the least of a CUDA device. package: that has
-    to be installed."""
+    """A kernel and the calls that it supports.
+
+    any_scores: supports soft-caps, sinks, and tokens that see later tokens. widths: supported head widths of queries,
+    keys and values. capability: the lowest supported CUDA compute capability. package: a package that it needs.
+    """
 
     run: Callable[[Call], Tensor]
     cuda_only: bool
@@ -127,18 +132,19 @@ class Kernel:
         )
 
     def remedy(self, device: torch.device, dtype: torch.dtype, calls: Iterable[Traits]) -> str:
-        """What to do, beside setting another kernel, so that it supports such calls: the beginning of a sentence."""
+        """The beginning of a sentence that advises to set another kernel: "Install PACKAGE, or set" if the package is
+        all that is missing, else "Set"."""
         with_package = replace(self, package="")
-        would_do = self.package and all(with_package.suits(device, dtype, traits) for traits in calls)
-        return f"Install {self.package}, or set" if would_do else "Set"
+        package_suffices = self.package and all(with_package.suits(device, dtype, traits) for traits in calls)
+        return f"Install {self.package}, or set" if package_suffices else "Set"
 
 
-# In order of preference: `auto` takes the first that suits the call. Flash kernels begin with Ampere, as do flex's
-# tiles, and support widths up to 256; flash-attn-4's with Hopper, and on Blackwell they end at 128. flex needs 16 or
-# more; beyond 256 its tiles do not fit every GPU's shared memory, while torch's memory-efficient kernel, which
-# per_document runs there, takes any width.
+# In order of preference: `auto` selects the first kernel that supports the call. Flash kernels and flex's tiles need
+# Ampere or later; flash kernels support widths up to 256. flash-attn-4 needs Hopper or later, and on Blackwell it
+# supports widths up to 128. flex needs a width of at least 16. Above 256 flex's tiles do not fit every GPU's shared
+# memory; per_document then runs torch's memory-efficient kernel, which supports any width.
 _AMPERE, _HOPPER = (8, 0), (9, 0)
-# No name has "flash" in it: transformers would look for a package of its own.
+# No name may contain "flash": transformers would then require its flash-attention package.
 KERNELS: dict[str, Kernel] = {
     "fa4": Kernel(
         flash4,
@@ -158,14 +164,14 @@ KERNELS: dict[str, Kernel] = {
 
 
 def choose(preference: str, device: torch.device, dtype: torch.dtype, traits: Traits) -> str:
-    """The kernel for calls of this kind: the preferred one or, for `auto`, the first that supports them. Raises
-    ValueError if the preferred one does not."""
+    """The name of the kernel for calls with these traits. preference: a name in KERNELS, or `auto` for the first kernel
+    that supports them. Raises ValueError if the preferred kernel does not support them."""
     if preference == "auto":
         return next(name for name, kernel in KERNELS.items() if kernel.suits(device, dtype, traits))
     kernel = KERNELS[preference]
     if not kernel.suits(device, dtype, traits):
         raise ValueError(
-            f"model.attention={preference} cannot serve a call in {dtype} on {device.type} with {traits}. "
+            f"model.attention={preference} does not support attention in {dtype} on {device.type} with {traits}. "
             f"{kernel.remedy(device, dtype, [traits])} model.attention=auto."
         )
     return preference
@@ -173,8 +179,8 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype, traits: Tr
 
 # ---------------------------------------------------------------- the function registered with transformers
 
-# model_type -> function (module, query, kwargs) -> (query, bounds), for families whose calls need more than
-# HuggingFace's arguments say.
+# model_type -> function (module, query, kwargs) -> (query, bounds), for families whose attention calls must be changed
+# because HuggingFace's arguments do not describe them fully.
 Adapter = Callable[[nn.Module, Tensor, dict[str, Any]], tuple[Tensor, Bounds | None]]
 ADAPTERS: dict[str, Adapter] = {}
 _watching: list[Callable[[Call], None]] = []
@@ -182,7 +188,7 @@ _watching: list[Callable[[Call], None]] = []
 
 @contextmanager
 def watched(look: Callable[[Call], None]) -> Iterator[None]:
-    """Call `look` with every attention call inside."""
+    """A context in which every attention call is also passed to `look`."""
     _watching.append(look)
     try:
         yield
@@ -199,15 +205,18 @@ def attend(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: returns ([B, T, H, E], None). Raises RuntimeError without bounds."""
+    """The attention function that weft registers with transformers. Returns ([B, T, H, E], None).
+
+    preference: a name in KERNELS, `auto`, or EXACT. Raises RuntimeError if the bounds of documents do not arrive.
+    """
     bounds: Bounds | None = kwargs.get(BOUNDS_ARGUMENT)
     adapter = ADAPTERS.get(getattr(getattr(module, "config", None), "model_type", ""))
     if adapter is not None:
         query, bounds = adapter(module, query, kwargs)
     if bounds is None:
         raise RuntimeError(
-            f"{type(module).__name__}: document bounds did not reach attention, so documents would see each other. "
-            "This family is not supported packed; please report it."
+            f"{type(module).__name__}: the bounds of documents did not reach attention, so documents would see each "
+            "other. This family cannot be trained with packed rows; please report it."
         )
     scaling = kwargs.get("scaling")
     call = Call(
@@ -223,8 +232,11 @@ def attend(
 
 
 def attend_by_paths(run: Callable[[Call], Tensor], call: Call) -> Tensor:
-    """[B, H, T, E]: a kernel's result where documents may share their beginnings. The queries of a segment see the keys
-    of its path and its own, gathered here; the gather's backward adds up what siblings owe to a shared token."""
+    """[B, H, T, E]: the result of kernel `run` for a row in which documents may share prefixes (ops/segments.py).
+
+    The queries of a segment see the keys of its path and of the segment itself. These keys are gathered here. The
+    backward of the gather sums the gradients that all children give to a shared token.
+    """
     segments = call.bounds.segments
     if segments is None:
         return run(call)
@@ -237,7 +249,7 @@ def attend_by_paths(run: Callable[[Call], Tensor], call: Call) -> Tensor:
 
 def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:
     if preference == EXACT:
-        assert call.bounds.last_seen is None, "rl.on_policy=exact has no attention for images that look ahead"
+        assert call.bounds.last_seen is None, "rl.on_policy=exact does not support image tokens that see later tokens"
         return attend_exactly
     if call.bounds.past is not None:
         return one_token

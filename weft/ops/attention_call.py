@@ -1,11 +1,11 @@
 """An attention call: tensors, and the bounds of the documents in them.
 
 Shapes: B batch, T tokens of a row, H query heads, K key heads (H a multiple of K), D head width, E value width.
-A row is packed (B = 1, documents end to end) or padded (documents right-padded, one per batch entry). Bounds travel
-as the forward argument `doc_bounds`; HuggingFace's own mask is ignored, because it is wrong for some families.
+A row is packed (B = 1, documents end to end) or padded (documents right-padded, one per batch entry). Bounds are passed
+as the forward argument `doc_bounds`. HuggingFace's mask is ignored, because it is wrong for some families.
 
-Of documents that ranks of mesh.cp share: n tokens in this rank's row; S tokens of all ranks of its Ulysses group, which
-is one member of the ring. The number of a token is (document, position in the document).
+For documents that ranks of mesh.cp share: n tokens in this rank's row, S tokens of all ranks of its Ulysses group. A
+Ulysses group is one member of the ring. The number of a token combines its document and its position in the document.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ BOUNDS_ARGUMENT = "doc_bounds"
 class Bounds:
     """The bounds of a row's documents.
 
-    lengths: tokens of each document. padded: one document per batch entry, right-padded, instead of end to end.
-    cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: each document's first
-    position here; None: 0. key_lengths, cu_keys: the same for keys, if documents have more keys than queries; queries
-    are then the last tokens of their document. last_seen: [T] int32 of a packed row, index of the last token that each
-    token sees (tokens of an image see later ones of it); None: itself. context: documents of the row that are shared
-    over mesh.cp. cache: values that kernels derive once per row. past: in generation, [B] tokens before each entry's
-    new one; keys and values come from a cache. even: all of `past` are equal. segments: of a row in which documents
-    share their beginnings; `lengths` are then those of its segments, padding included. None: every document has all of
-    its tokens to itself.
+    lengths: number of tokens of each document, or of each segment (padding included) if `segments` is set.
+    padded: one document per batch entry, right-padded, instead of end to end.
+    cu_seqlens: [documents + 1] int32 cumulative lengths on the row's device; None on CPU.
+    firsts: position in its document of each document's first token in this row; None means 0 for all.
+    key_lengths, cu_keys: lengths and cu_seqlens of the keys, if documents have more keys than queries. The queries are
+    then the last tokens of their document.
+    last_seen: [T] int32 for a packed row: index of the last token that each token sees. Tokens of an image see later
+    tokens of the image. None: every token sees up to itself.
+    context: the documents of the row that ranks of mesh.cp share.
+    cache: values that kernels compute once per row.
+    past: in generation, [B] number of tokens before each entry's new token. Keys and values come from a cache.
+    even: whether all elements of `past` are equal.
+    segments: the segments of a row in which documents share prefixes. None: no document shares tokens.
     """
 
     lengths: tuple[int, ...]
@@ -62,8 +66,8 @@ class Bounds:
         return self.longest if self.key_lengths is None else max(self.key_lengths)
 
     def by_paths(self, device: torch.device) -> Bounds:
-        """Bounds of the queries of segments, and of the keys of their paths; made once per row. last_seen: counts in
-        the gathered keys."""
+        """Bounds that pair the queries of each segment with the keys of its path, computed once per row. In the result,
+        last_seen is an index in the gathered keys."""
         if ("paths", device) not in self.cache:
             assert self.segments is not None
             bounds = Bounds.packed(self.lengths, device, self.segments.key_lengths)
@@ -75,7 +79,7 @@ class Bounds:
 
     @staticmethod
     def packed(lengths: tuple[int, ...], device: torch.device, key_lengths: tuple[int, ...] | None = None) -> Bounds:
-        """Bounds of a packed row. Cumulative lengths are copied to the device only where kernels read them there."""
+        """Bounds of a packed row. Cumulative lengths are copied to accelerators only; CPU kernels do not read them."""
         keys = None if key_lengths is None else _cumulative(key_lengths, device)
         return Bounds(lengths, cu_seqlens=_cumulative(lengths, device), key_lengths=key_lengths, cu_keys=keys)
 
@@ -89,16 +93,17 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor | None
 
 # ---------------------------------------------------------------- documents that ranks of mesh.cp share
 
-TokenRange = tuple[int, int, int]  # document, its first token here, one past its last
+TokenRange = tuple[int, int, int]  # document, position of the first token, position after the last token
 Numbers = NDArray[np.int64]
 
-_DOCUMENT = 32  # bits for the place in a document
+_DOCUMENT = 32  # bits of a token's number that hold its position; the document is in the bits above
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """The exchange of one row in the ring, for one window. sent: indices of this member's tokens (of S) to send, member
-    by member. run: index, among own and received tokens, of each key that queries see. bounds: of the attention."""
+    """The exchange of one row in the ring, for one window. sent: indices, among this member's S tokens, of the tokens
+    to send, member by member. run: indices, among local and then received tokens, of the keys that queries see. bounds:
+    the bounds of attention over these keys."""
 
     sent: Tensor
     sent_counts: list[int]
@@ -109,11 +114,11 @@ class _Keys:
 
 @dataclass(frozen=True, eq=False)
 class ContextRow:
-    """The shared documents of one row, over the ranks of its group.
+    """The documents of one row that ranks of mesh.cp share.
 
-    ranges_by_rank: for each rank, the ranges of tokens at the start of its row, ascending. whole_lengths: lengths of
-    the unshared documents, and of the padding, that follow on this rank; of their segments, if there are
-    whole_segments.
+    ranges_by_rank: for each rank, the token ranges at the start of its row, ascending. whole_lengths: lengths of the
+    unshared documents and of the padding, which follow on this rank; with whole_segments, the lengths of segments.
+    whole_segments: segments of the unshared documents, if these share prefixes.
     """
 
     axis: CPAxis
@@ -157,7 +162,8 @@ class ContextRow:
         return bounds
 
     def shared_bounds(self, device: torch.device) -> Bounds:
-        """The bounds of the shared documents over the S tokens, sorted by `order`. Without a ring they are whole."""
+        """The bounds of the shared documents over the S tokens, sorted by `order`. With a ring, a member has only part
+        of a document."""
         if "documents" not in self.cache:
             numbers = np.sort(np.concatenate(self._group(self.member)))
             lengths = tuple(stop - start for _, start, stop in _runs(numbers))
@@ -167,7 +173,7 @@ class ContextRow:
 
     def _group(self, member: int) -> list[Numbers]:
         size = self.axis.ulysses_size
-        return [_numbers(pieces) for pieces in self.ranges_by_rank[member * size : (member + 1) * size]]
+        return [_numbers(ranges) for ranges in self.ranges_by_rank[member * size : (member + 1) * size]]
 
     def build_keys(self, window: int | None, device: torch.device) -> _Keys:
         members = [np.sort(np.concatenate(self._group(m))) for m in range(self.axis.ring_size)]
@@ -186,13 +192,13 @@ class ContextRow:
         )  # fmt: skip
 
 
-def _numbers(pieces: Sequence[TokenRange]) -> Numbers:
-    parts = [np.arange(start, stop, dtype=np.int64) + (d << _DOCUMENT) for d, start, stop in pieces]
+def _numbers(ranges: Sequence[TokenRange]) -> Numbers:
+    parts = [np.arange(start, stop, dtype=np.int64) + (d << _DOCUMENT) for d, start, stop in ranges]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def _runs(numbers: Numbers) -> list[TokenRange]:
-    """Ascending numbers as the longest possible pieces."""
+    """Ascending token numbers as ranges, as few as possible."""
     if not len(numbers):
         return []
     ends = np.flatnonzero(np.diff(numbers) != 1)
@@ -205,7 +211,7 @@ def _runs(numbers: Numbers) -> list[TokenRange]:
 
 
 def visible_keys(runs: Sequence[TokenRange], window: int | None) -> list[TokenRange]:
-    """The keys that the queries of each run see."""
+    """For each range of queries, the range of keys that they see."""
     return [(d, 0 if window is None else max(0, start - window + 1), stop) for d, start, stop in runs]
 
 
@@ -219,7 +225,7 @@ def _on(indices: Numbers, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, order=True)
 class Traits:
-    """What a kernel must support, beyond causality, for calls of one kind. width: head width of queries and keys."""
+    """The features, besides causality, that a kernel needs for a call. width: head width of queries and keys."""
 
     width: int
     value_width: int
@@ -227,7 +233,7 @@ class Traits:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
-    images: bool = False  # tokens of an image see later ones of it
+    images: bool = False  # tokens of an image see later tokens of the image
 
     @property
     def names(self) -> list[str]:
@@ -240,7 +246,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Call:
-    """One attention call: tensors as HuggingFace passes them, keys and values not repeated."""
+    """One attention call: tensors as HuggingFace passes them. Key heads are not repeated for their query heads."""
 
     query_BHTD: Tensor
     key_BKTD: Tensor

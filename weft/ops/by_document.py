@@ -1,7 +1,9 @@
-"""A causal function of sequences, applied separately to every document of a packed row.
+"""Applies a causal function of sequences to every document of a packed row separately.
 
-Neighbours of similar length run as one right-padded batch. A causal function's result for a token does not depend on
-later tokens, so padding is exact. n documents of at most L tokens in a group, T tokens of the row.
+Neighbouring documents of similar length run as one right-padded batch. The result of a causal function for a token does
+not depend on later tokens, so padding is exact.
+
+Shapes: n documents of at most L tokens in a batch, T tokens of the row.
 """
 
 from __future__ import annotations
@@ -16,29 +18,32 @@ from torch import Tensor
 
 from weft.ops.attention_call import Bounds
 
-# Costs besides the tokens of a batch, in tokens: of a call, and of each token of the longest document, because many
-# functions loop over the sequence in Python. Measured on a CPU (docs/benchmarks/hybrids.md); half or twice as much
-# makes no difference there.
+# Overheads, in units of the cost of one token: CALL for each call, _STEP for each token of the longest document,
+# because many functions loop over the sequence in Python. Measured on a CPU (docs/benchmarks/hybrids.md), where half or
+# double the values make no difference.
 CALL, _STEP = 32, 1
-_SHORTEST = 2  # some models treat a single token as a decoding step
+_SHORTEST = 2  # the least batch length: some models treat a single token as a decoding step
 
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Neighbouring documents that run as one batch. tokens: in all, without padding. places: [tokens] index of each
-    token in the flattened [n, L]; None if all documents have length L."""
+    """Neighbouring documents that run as one batch.
+
+    documents: n. longest: L. tokens: their total, without padding. places: [tokens] index of each token in the
+    flattened [n, L], or None if all documents have length L.
+    """
 
     documents: int
     longest: int
     tokens: int
     places: Tensor | None
 
-    def unfold(self, part: Tensor) -> Tensor:
+    def unfold(self, tokens: Tensor) -> Tensor:
         """[tokens, ...] -> [n, L, ...], with zeros after each document."""
         if self.places is not None:
-            zeros = part.new_zeros(self.documents * self.longest, *part.shape[1:])
-            part = zeros.index_copy(0, self.places, part)
-        return part.unflatten(0, (self.documents, self.longest))
+            zeros = tokens.new_zeros(self.documents * self.longest, *tokens.shape[1:])
+            tokens = zeros.index_copy(0, self.places, tokens)
+        return tokens.unflatten(0, (self.documents, self.longest))
 
     def fold(self, batch: Tensor) -> Tensor:
         """[n, L, ...] -> [tokens, ...]."""
@@ -47,10 +52,11 @@ class DocumentBatch:
 
 
 def by_document(function: Callable[..., Any], bounds: Bounds, *args: Any, **kwargs: Any) -> Any:
-    """The results of `function` for each document, joined to a row: a tensor [1, T, ...], or a tuple of one and Nones.
+    """The results of `function` for each document, concatenated to a row: a tensor [1, T, ...]. If `function` returns a
+    tuple, the result is a tuple of that tensor and Nones.
 
-    Arguments with a token dimension, [1, T, ...], are cut into documents; others are passed on unchanged.
-    """
+    Arguments of shape [1, T, ...] are split into documents. Other arguments are passed unchanged. Raises RuntimeError
+    if no argument has that shape."""
     tokens = sum(bounds.lengths)
     groups = groups_of(bounds, _device(tokens, args, kwargs))
     split = _Split(tokens, [group.tokens for group in groups])
@@ -64,14 +70,14 @@ def by_document(function: Callable[..., Any], bounds: Bounds, *args: Any, **kwar
 
 
 class _Split:
-    """Cuts arguments at the borders of groups, each tensor only once."""
+    """Splits arguments at the borders of groups. A tensor that occurs several times is split once."""
 
     def __init__(self, tokens: int, sizes: list[int]) -> None:
         self._tokens, self._sizes = tokens, sizes
         self._parts: dict[int, tuple[Tensor, ...]] = {}
 
     def group_arguments(self, value: Any, index: int, unfold: Callable[[Tensor], Tensor]) -> Any:
-        """The arguments of group `index`: `value`, with the group's part in place of each tensor over tokens."""
+        """The arguments of group `index`: `value`, in which each tensor over tokens is replaced by the group's part."""
         if isinstance(value, dict):
             return {name: self.group_arguments(item, index, unfold) for name, item in value.items()}
         if isinstance(value, tuple):
@@ -84,7 +90,7 @@ class _Split:
 
 
 def is_of_tokens(value: Any, tokens: int) -> bool:
-    """Whether a tensor, or any of a tuple, is [1, tokens, ...]."""
+    """Whether `value` is a tensor of shape [1, tokens, ...], or a tuple that contains one."""
     if isinstance(value, tuple):
         return any(is_of_tokens(item, tokens) for item in value)
     return isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, tokens)
@@ -94,14 +100,17 @@ def _device(tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and is_of_tokens(value, tokens):
             return value.device
-    raise RuntimeError(f"nothing that a mixer receives is of the {tokens} tokens of its row")
+    raise RuntimeError(
+        f"a state mixer has no argument of shape [1, {tokens}, ...], so weft cannot split its row of {tokens} tokens "
+        "into documents; please report the model"
+    )
 
 
-# ---------------------------------------------------------------- which documents are one batch
+# ---------------------------------------------------------------- grouping documents into batches
 
 
 def groups_of(bounds: Bounds, device: torch.device) -> list[DocumentBatch]:
-    """The groups of a row, computed once per row."""
+    """The batches of a row, computed once per row."""
     if "groups" not in bounds.cache:
         ends = [0, *grouped(bounds.lengths)]
         lengths = [bounds.lengths[start:end] for start, end in pairwise(ends)]
@@ -110,16 +119,18 @@ def groups_of(bounds: Bounds, device: torch.device) -> list[DocumentBatch]:
 
 
 def grouped(lengths: tuple[int, ...]) -> list[int]:
-    """Where groups end, counted in documents: the cheapest cut of a row between documents of different lengths, by
-    dynamic programming."""
-    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    """The index of the document after each group's last document. lengths: of the row's documents.
+
+    Dynamic programming finds the grouping of least cost. Neighbours of equal length are always in one group.
+    """
+    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
     best, cut = [0.0], [0]
     for end in range(1, len(runs) + 1):
         lowest_cost, first, longest, documents = float("inf"), 0, 0, 0
         for start in range(end - 1, -1, -1):
             longest, documents = max(longest, runs[start][0]), documents + runs[start][1]
             cost = CALL + (_STEP + documents) * longest
-            if cost >= lowest_cost:  # earlier documents only add to it
+            if cost >= lowest_cost:  # the cost only grows with earlier documents
                 break
             if best[start] + cost < lowest_cost:
                 lowest_cost, first = best[start] + cost, start

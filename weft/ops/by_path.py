@@ -1,12 +1,12 @@
-"""A causal function of sequences, applied to every path of the trees in a packed row (ops/segments.py).
+"""Applies a causal function of sequences to every path of the trees in a packed row (ops/segments.py), in two ways.
 
-Unfolded, every path from a root to a leaf is a document of its own, and a token has the result of the first path that
-holds it. Paths that share a token agree on its result, so gradients add up in the gather of the paths' inputs.
+Unfolded: every path from a root to a leaf runs as a separate document. Paths that share a token compute equal results
+for it, so the result of the first such path is used. The backward of the gather of inputs sums the gradients of paths.
 
-Forked, a segment with several children runs once, and its children begin with the state at its end. That needs a
-function that returns states and takes them.
+Forked: a segment with several children runs once, and its children start from its final state. The function must accept
+and return states.
 
-T tokens of the row, U of all paths together, n sequences of at most L tokens in a batch.
+T tokens of the row, U tokens of all paths together, n sequences of at most L tokens in a batch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from weft.ops.by_document import CALL, DocumentBatch, batch_of, grouped, is_of_t
 from weft.ops.segments import Segments, on_device
 
 State = TypeVar("State")
-_SHORTEST_FORK = 2  # batches are padded to two tokens, and padding changes states
+_SHORTEST_FORK = 2  # batches are padded to at least two tokens, and padding would change a final state
 
 
 @dataclass(frozen=True)
 class PathRun:
-    """Segments of a path, one after the other, that one sequence computes. parent: index of the run with whose final
-    state it begins; -1 for none."""
+    """Consecutive segments of a path that run as one sequence. parent: index of the run whose final state is this run's
+    first state; -1 for none."""
 
     segments: tuple[int, ...]
     parent: int = -1
@@ -40,20 +40,22 @@ class PathRun:
 
 @dataclass(frozen=True)
 class UnfoldedRow:
-    """The paths of a row from roots to leaves as documents, the longest first. bounds: of these documents. tokens_U:
-    the index of each of their tokens in the row. first_T: for each token of the row, its index in the first path that
-    holds it."""
+    """The paths of a row, from roots to leaves, as documents, the longest first.
+
+    bounds: of these documents. tokens_U: index in the row of each of their tokens. first_T: for each token of the row,
+    its first index among the U tokens.
+    """
 
     bounds: Bounds
     tokens_U: Tensor
     first_T: Tensor
 
     def unfold(self, value: Any) -> Any:
-        """`value` with [1, U, ...] in place of each tensor [1, T, ...] in it."""
+        """`value`, in which each tensor [1, T, ...] is replaced by its tokens in paths, [1, U, ...]."""
         return _replaced(value, len(self.first_T), lambda tensor: tensor.index_select(1, self.tokens_U), {})
 
     def fold(self, output: Any) -> Any:
-        """The tokens of the row, [1, T, ...], of an output [1, U, ...], or of the first of a tuple."""
+        """The row's tokens [1, T, ...] of an output [1, U, ...]. Of a tuple, only the first element is folded."""
         if isinstance(output, tuple):
             return (self.fold(output[0]), *output[1:])
         return output.index_select(1, self.first_T)
@@ -61,18 +63,18 @@ class UnfoldedRow:
 
 @dataclass(frozen=True)
 class RunBatch:
-    """Runs that one call computes. tokens: index of each token in the row. before: for each run, the (batch, index in
-    it) of its parent; empty if the runs have none."""
+    """Runs that one call computes. tokens: index of each token in the row. parents: for each run, (batch, index in the
+    batch) of its parent; empty if the runs have no parents."""
 
     batch: DocumentBatch
     tokens: Tensor
-    before: tuple[tuple[int, int], ...]
+    parents: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class ForkedRow:
-    """The batches of a row, parents first. first_T: for each token of the row, its index in the first batch that holds
-    it, counted over all batches' tokens without padding."""
+    """The batches of a row, parents first. first_T: for each token of the row, its first index among the tokens of all
+    batches, without padding."""
 
     batches: list[RunBatch]
     first_T: Tensor
@@ -92,7 +94,7 @@ def unfolded_row(bounds: Bounds, device: torch.device) -> UnfoldedRow:
 
 
 def forked_row(bounds: Bounds, device: torch.device) -> ForkedRow | None:
-    """The forked row of these bounds, computed once per row; None if no fork would save anything."""
+    """The forked row of these bounds, computed once per row. None if no fork would save time."""
     if "forked" not in bounds.cache:
         assert bounds.segments is not None
         forks = forks_of(bounds.segments)
@@ -108,33 +110,35 @@ def by_forks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The results of `function` for every token of the row: a tensor [1, T, ...], or a tuple of one and Nones.
+    """The results of `function` for every token of the row: a tensor [1, T, ...], or a tuple of that tensor and Nones.
 
-    function: (states of n sequences or None, *args, **kwargs) -> (output [n, L, ...] or a tuple of it and Nones, final
-    states). state_of: the states of sequences, each an index in such states. Tensors [1, T, ...] of the arguments are
-    cut into batches.
+    function: (first states of n sequences or None, *args, **kwargs) -> (output, final states of the sequences). The
+    output is a tensor [n, L, ...], or a tuple of it and Nones. state_of: combines the states of sequences, given as
+    (final states of a batch, index in the batch), into the states of a new batch. Arguments of shape [1, T, ...] are
+    split into batches.
     """
     tokens, states, results, output = len(row.first_T), list[State](), list[Tensor](), None
     for run_batch in row.batches:
         tokens_of_batch, batch = run_batch.tokens, run_batch.batch
 
-        def part(tensor: Tensor, tokens_of_batch: Tensor = tokens_of_batch, batch: DocumentBatch = batch) -> Tensor:
+        def select(tensor: Tensor, tokens_of_batch: Tensor = tokens_of_batch, batch: DocumentBatch = batch) -> Tensor:
             return batch.unfold(tensor[0].index_select(0, tokens_of_batch))
 
-        before = state_of([(states[n], index) for n, index in run_batch.before]) if run_batch.before else None
-        positional, keywords = _replaced((args, kwargs), tokens, part, {})
-        output, state = function(before, *positional, **keywords)
+        first_states = state_of([(states[n], index) for n, index in run_batch.parents]) if run_batch.parents else None
+        positional, keywords = _replaced((args, kwargs), tokens, select, {})
+        output, state = function(first_states, *positional, **keywords)
         states.append(state)
         results.append(batch.fold(output[0] if isinstance(output, tuple) else output))
     folded = torch.cat(results).index_select(0, row.first_T)[None]
     return (folded, *[None] * (len(output) - 1)) if isinstance(output, tuple) else folded
 
 
-# ---------------------------------------------------------------- which tokens run together
+# ---------------------------------------------------------------- grouping tokens into runs and batches
 
 
 def runs_of(segments: Segments, forks: Collection[int]) -> list[PathRun]:
-    """The runs of all leaves and forks, parents first. forks: segments whose final state starts their children."""
+    """The runs that end at leaves and forks, parents first. forks: segments whose children start from their final
+    state."""
     inner, numbers, runs = set(segments.parents), dict[int, int](), list[PathRun]()
     for last in range(len(segments.lengths)):
         if last in inner and last not in forks:
@@ -148,7 +152,7 @@ def runs_of(segments: Segments, forks: Collection[int]) -> list[PathRun]:
 
 
 def forks_of(segments: Segments) -> frozenset[int]:
-    """Segments at whose end a fork saves more than the additional call costs."""
+    """The segments after which a fork saves more than its additional call costs."""
     children, chains, forks = defaultdict[int, int](int), list[int](), set[int]()
     for parent in segments.parents:
         children[parent] += 1
@@ -172,8 +176,8 @@ def _forked_row(segments: Segments, forks: frozenset[int], device: torch.device)
             index_of |= {number: (len(batches), index) for index, number in enumerate(numbers)}
             chosen = [runs[number] for number in numbers]
             lengths = tuple(_length(run, segments) for run in chosen)
-            before = tuple(index_of[run.parent] for run in chosen) if depth else ()
-            batches.append(RunBatch(batch_of(lengths, device), _tokens_of(chosen, segments, device)[0], before))
+            parents = tuple(index_of[run.parent] for run in chosen) if depth else ()
+            batches.append(RunBatch(batch_of(lengths, device), _tokens_of(chosen, segments, device)[0], parents))
             order += chosen
     return ForkedRow(batches, _tokens_of(order, segments, device)[1])
 
@@ -181,7 +185,8 @@ def _forked_row(segments: Segments, forks: frozenset[int], device: torch.device)
 def _batches(
     numbers: Sequence[int], runs: Sequence[PathRun], segments: Segments, forks: Collection[int]
 ) -> list[list[int]]:
-    """Runs that are computed together: at forks those of equal length, because padding would change their states."""
+    """The runs of each batch. Runs that end at forks must have equal lengths, because padding would change their final
+    states."""
     at_forks, result = defaultdict[int, list[int]](list), list[list[int]]()
     leaves = []
     for number in numbers:
@@ -201,14 +206,14 @@ def _length(run: PathRun, segments: Segments) -> int:
 
 
 def _tokens_of(runs: Sequence[PathRun], segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
-    """([tokens of all runs] index of each in the row; [T] index of the row's tokens among them, the first of each)."""
+    """([tokens of all runs] index of each token in the row, [T] first index of each token of the row among these)."""
     tokens = segments.tokens_of([segment for run in runs for segment in run.segments])
     first_T = torch.from_numpy(np.unique(tokens.numpy(), return_index=True)[1])
     return on_device(tokens, device), on_device(first_T, device)
 
 
 def _replaced(value: Any, tokens: int, change: Callable[[Tensor], Tensor], changed: dict[int, Tensor]) -> Any:
-    """`value` with every tensor [1, tokens, ...] in it changed, each only once."""
+    """`value`, in which every tensor [1, tokens, ...] is replaced by change(tensor). `changed` caches the results."""
     if isinstance(value, dict):
         return {name: _replaced(item, tokens, change, changed) for name, item in value.items()}
     if isinstance(value, tuple):

@@ -1,7 +1,7 @@
 """Collectives over the ranks of a mesh axis: sums, maxima, all-gather, reduce-scatter, all-to-all.
 
-Besides process groups, the threads of one process can act as ranks, so that a divided model can be tested in one
-process.
+Ranks are processes (GroupCommunicator) or threads of one process (ThreadCommunicator). The checks at the start use
+threads to compare a sharded model with the full one in one process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from weft.versions import reduce_scatter_single
 
 
 class Communicator(Protocol):
-    """Collectives: all ranks call each method together, with tensors of equal dtype and, except for all_to_all, equal
-    shape."""
+    """Collectives. All ranks must call each method together, with tensors of equal dtype and, except for all_to_all,
+    equal shape."""
 
     def sum_(self, x: Tensor) -> None:
         """Replace x with the sum over the ranks."""
@@ -36,24 +36,24 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum over the ranks, cut evenly along the first dimension."""
+        """This rank's part of the sum over the ranks. The sum is split evenly along the first dimension."""
         ...
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """[sum(received), ...] from x [sum(sent), ...]: in order, sent[r] rows of x go to rank r, and received[r] rows
-        come from it. Counts may differ, and be 0."""
+        """[sum(received), ...] from x [sum(sent), ...]. In order of ranks r, sent[r] rows of x go to rank r, and
+        received[r] rows come from rank r. Counts may differ and may be 0."""
         ...
 
 
 def all_reduce(x: Tensor, ranks: Communicator) -> Tensor:
-    """The sum over the ranks; x is unchanged."""
+    """The sum over the ranks. x does not change."""
     out = x.contiguous().clone()
     ranks.sum_(out)
     return out
 
 
 def all_reduce_autograd(x: Tensor, ranks: Communicator) -> Tensor:
-    """The sum over the ranks, with a gradient. Each rank uses the sum in its own way, so backward sums gradients."""
+    """The sum over the ranks, differentiable. Ranks may use the sum differently, so backward sums their gradients."""
     out: Tensor = _AddUp.apply(x, ranks)
     return out
 
@@ -70,7 +70,7 @@ class _AddUp(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
-    """Communicator.all_to_all with a gradient: backward sends the rows' gradients back."""
+    """Communicator.all_to_all, differentiable: backward sends the gradients of the rows back."""
     out: Tensor = _Exchange.apply(x, ranks, sent, received)
     return out
 
@@ -91,8 +91,8 @@ class _Exchange(torch.autograd.Function):
 class FeatureExchange:
     """Sends the features of images from the ranks that compute them to the ranks that have their tokens.
 
-    sent: indices of this rank's features to send, rank by rank. order: indices of the received features in the order of
-    the row's image tokens, then of its video tokens. images: how many of these belong to images.
+    sent: indices of this rank's features to send, rank by rank. order: permutation of the received features into the
+    order of the row's image tokens, followed by its video tokens. images: number of image tokens in `order`.
     """
 
     ranks: Communicator
@@ -113,7 +113,7 @@ class FeatureExchange:
 
 @dataclass(frozen=True)
 class GroupCommunicator:
-    """The ranks of a process group."""
+    """Collectives over a process group."""
 
     group: dist.ProcessGroup
 
@@ -147,7 +147,7 @@ def process_group(ranks: Communicator) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class MetaCommunicator:
-    """`size` imaginary ranks, for tensors on meta: results have the right shapes and no values."""
+    """Collectives over `size` simulated ranks, for tensors on meta: results have the right shapes and no values."""
 
     size: int
 
@@ -169,10 +169,10 @@ class MetaCommunicator:
 
 @dataclass(frozen=True)
 class CPAxis:
-    """This rank on mesh.cp, whose ranks share documents: ring x ulysses, with ulysses innermost.
+    """This rank's position on mesh.cp. Its ranks share documents, and form a grid ring x ulysses, ulysses innermost.
 
-    ranks: all of them. ring: ranks with the same heads and different tokens. ulysses: ranks that exchange heads for
-    tokens. ring and ulysses are None if they have one rank.
+    rank: index on mesh.cp. ranks: all ranks of mesh.cp. ring: ranks with the same heads and different tokens. ulysses:
+    ranks that exchange heads for tokens. ring and ulysses are None if they have one rank.
     """
 
     rank: int
@@ -189,8 +189,8 @@ class CPAxis:
 
 @dataclass(eq=False)
 class ThreadGroup:
-    """The tensors that `size` threads exchange. A thread that fails must abort the barrier, or the others wait
-    forever."""
+    """The tensors that `size` threads exchange. A thread that fails must abort the barrier; otherwise the other threads
+    wait forever."""
 
     size: int
     values: list[Tensor] = field(default_factory=list)
@@ -202,7 +202,7 @@ class ThreadGroup:
 
 @dataclass(frozen=True, eq=False)
 class ThreadCommunicator:
-    """One thread of a group of threads that act as ranks."""
+    """Collectives over threads of one process. rank: the calling thread's rank."""
 
     group: ThreadGroup
     rank: int
@@ -228,17 +228,18 @@ class ThreadCommunicator:
         ends = torch.tensor([0, *sent]).cumsum(0).tolist()
         starts = self.all_gather(torch.tensor(ends))
 
-        def take(parts: list[Tensor]) -> None:
-            for part, start in zip(parts, starts, strict=True):
-                received_parts.append(part[start[self.rank] : start[self.rank + 1]])
+        def select(values: list[Tensor]) -> None:
+            for value, start in zip(values, starts, strict=True):
+                received_parts.append(value[start[self.rank] : start[self.rank + 1]])
 
-        self._exchange(x, take)
+        self._exchange(x, select)
         assert [len(part) for part in received_parts] == list(received), (sent, received)
         return torch.cat(received_parts)
 
-    def _exchange(self, x: Tensor, take: Callable[[list[Tensor]], object]) -> None:
+    def _exchange(self, x: Tensor, use: Callable[[list[Tensor]], object]) -> None:
+        """Call `use` with the tensors of all threads."""
         self.group.values[self.rank] = x.clone()
         self.group.barrier.wait()
-        parts = list(self.group.values)
-        self.group.barrier.wait()  # no thread overwrites its value before all have read it
-        take(parts)
+        values = list(self.group.values)
+        self.group.barrier.wait()  # no thread may overwrite its value before all threads have read it
+        use(values)

@@ -14,14 +14,14 @@ from weft.ops.attention_call import Bounds, Call
 
 
 def one_token(call: Call) -> Tensor:
-    """Attention of one new token per row, [R, H, 1, E]. Row r attends to slots 0 .. call.bounds.past[r]; the last one
-    holds the new token's own key.
+    """Attention of one new token per row, [R, H, 1, E]. Row r attends to slots 0 .. call.bounds.past[r]. The last of
+    these slots holds the key of the new token.
 
-    The G query heads of a key head are treated as G queries, so that no key is repeated.
+    The G query heads of a key head are computed as G queries of one head, so that keys need not be repeated.
     """
     batch, heads, _, width = call.query_BHTD.shape
-    kinds = call.key_BKTD.shape[1]
-    query_RKGD = call.query_BHTD.reshape(batch, kinds, heads // kinds, width)
+    key_heads = call.key_BKTD.shape[1]
+    query_RKGD = call.query_BHTD.reshape(batch, key_heads, heads // key_heads, width)
     seen_RS = _visible_slots(call.bounds, call.key_BKTD.shape[2], call.window)
     if call.plain:
         mask = None if seen_RS is None else seen_RS[:, None, None]
@@ -34,7 +34,7 @@ def one_token(call: Call) -> Tensor:
 
 
 def _visible_slots(bounds: Bounds, slots: int, window: int | None) -> Tensor | None:
-    """[R, S] mask of the slots that each row sees, computed once for all layers with this window; None if every row
+    """[R, S] mask of the slots that each row sees, computed once for all layers with this window. None if every row
     sees every slot."""
     past_R = bounds.past
     assert past_R is not None
@@ -53,7 +53,7 @@ def _visible_slots(bounds: Bounds, slots: int, window: int | None) -> Tensor | N
 
 
 def _explicit(call: Call, query_RKGD: Tensor, seen_RS: Tensor | None) -> Tensor:
-    """softmax(softcap(q k^T scale) + mask, sinks) v, written out; the softmax in at least fp32."""
+    """softmax(softcap(q k^T scale) + mask, sinks) v, [R, K, G, E]. The softmax is in fp32 or fp64."""
     scores_RKGS = query_RKGD @ call.key_BKTD.transpose(2, 3) * call.scaling
     if call.softcap is not None:
         scores_RKGS = torch.tanh(scores_RKGS / call.softcap) * call.softcap
@@ -63,7 +63,7 @@ def _explicit(call: Call, query_RKGD: Tensor, seen_RS: Tensor | None) -> Tensor:
     if call.sinks_H is None:
         weights_RKGS = scores_RKGS.softmax(-1)
     else:
-        rows, kinds, groups, _ = scores_RKGS.shape
-        sinks = call.sinks_H.to(scores_RKGS.dtype).reshape(1, kinds, groups, 1).expand(rows, -1, -1, -1)
+        rows, key_heads, groups, _ = scores_RKGS.shape
+        sinks = call.sinks_H.to(scores_RKGS.dtype).reshape(1, key_heads, groups, 1).expand(rows, -1, -1, -1)
         weights_RKGS = torch.cat([scores_RKGS, sinks], dim=-1).softmax(-1)[..., :-1]
     return weights_RKGS.to(call.value_BKTE.dtype) @ call.value_BKTE

@@ -1,7 +1,7 @@
-"""Expert parallelism's exchange: rows of tokens are sent to the ranks that hold their experts, and back.
+"""The exchange of expert parallelism: rows of hidden states are sent to the ranks of their experts, and back.
 
-T tokens, K experts chosen per token, S = T K rows of this rank, sorted by expert; R rows that this rank's own experts
-compute, H width.
+T tokens, K experts chosen per token, S = T K rows of this rank, sorted by expert. R rows that this rank's local experts
+compute. E experts, P ranks, H width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from weft.ops.recompute import reuse_in_recompute
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The experts of a layer over the ranks of mesh.ep. rank: this one. experts: number on each rank, in order."""
+    """The experts of a layer over the ranks of mesh.ep. rank: this rank's index. experts: number of experts on each
+    rank, in order. ranks: collectives over mesh.ep."""
 
     rank: int
     experts: tuple[int, ...]
@@ -34,10 +35,14 @@ class ExpertPlacement:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows on the ranks of their experts. rows_RH: sorted by expert; one row of zeros, for the first own expert, if
-    none arrived. ends: where each own expert's rows end. order_R: permutation that sorts rows by expert from their
-    order of arrival, rank by rank; empty if none arrived. sent, received: numbers of rows to and from each rank.
-    weights_R: of the rows, if these were sent, too."""
+    """Rows on the rank of their experts.
+
+    rows_RH: sorted by expert. If no row arrived: one row of zeros, for the first local expert.
+    ends: index after the last row of each local expert.
+    order_R: permutation from the order of arrival, rank by rank, to the order by expert. Empty if no row arrived.
+    sent, received: number of rows to and from each rank.
+    weights_R: router weights of the rows, if dispatch() was given weights.
+    """
 
     rows_RH: Tensor
     ends: Tensor
@@ -48,39 +53,40 @@ class Dispatched:
 
 
 def sort_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """([S] permutation that sorts the choices by expert, [experts] int32 where each expert's choices end)."""
+    """([S] permutation that sorts the choices by expert, [experts] int32 index after each expert's last choice)."""
     expert_S = chosen_TK.reshape(-1)
     order_S = expert_S.argsort(stable=True)
-    # Not a histogram, whose order of additions is undefined on CUDA.
+    # Not a histogram: on CUDA its order of additions is undefined.
     every_E = torch.arange(experts, device=expert_S.device)
     return order_S, torch.searchsorted(expert_S[order_S], every_E, right=True).to(torch.int32)
 
 
 def rows_of(hidden_TH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
-    """[S, H]: each token's hidden state once for each of its `chosen` experts, in the order `order_S`."""
+    """[S, H]: each token's hidden state repeated for each of its `chosen` experts, permuted by `order_S`."""
     rows: Tensor = _Rows.apply(hidden_TH, order_S, chosen)
     return rows
 
 
 def sum_of_choices(rows_SH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
-    """[T, H]: the sum of each token's `chosen` rows, which are in the order `order_S`: the adjoint of `rows_of`."""
+    """[T, H]: for each token, the sum of its `chosen` rows. rows_SH: in the order `order_S`. The adjoint of
+    `rows_of`."""
     out: Tensor = _SumOfChoices.apply(rows_SH, order_S, chosen)
     return out
 
 
 def permuted(rows: Tensor, order: Tensor) -> Tensor:
-    """rows[order], for a permutation; backward applies the inverse permutation."""
+    """rows[order], for a permutation `order`. Backward applies the inverse permutation."""
     out: Tensor = _Permute.apply(rows, order)
     return out
 
 
 @torch.compiler.disable
 def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertPlacement, weights_S: Tensor | None = None) -> Dispatched:
-    """Send rows, sorted by expert, and their weights to the ranks that hold their experts. Collective over the axis.
+    """Send rows, sorted by expert, and their weights to the ranks of their experts. Collective over the axis.
 
-    The ranks first exchange the number of rows of each expert, and the host waits for these numbers, because it needs
-    the sizes of the exchange and of its result. A recomputed layer has them from its forward.
-    """
+    ends_E: index after the last row of each expert. The ranks first exchange the number of rows of each expert. The
+    host waits for these numbers, because it needs the sizes of the second exchange. A recomputed layer reuses the
+    numbers of its forward."""
     size = len(axis.experts)
     received_PE, sent, received = reuse_in_recompute(lambda: _exchange_counts(ends_E, len(rows_SH), axis))
     rows = all_to_all(rows_SH, axis.ranks, sent, received)
@@ -98,30 +104,31 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertPlacement, weights_S: 
 
 
 def _exchange_counts(ends_E: Tensor, rows: int, axis: ExpertPlacement) -> tuple[Tensor, list[int], list[int]]:
-    """([ranks, own experts] number of rows from each rank for each expert, rows to each rank, rows from each rank)."""
+    """([P, local experts] number of rows from each rank for each expert, rows to each rank, rows from each rank)."""
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     size = len(axis.experts)
     received_PE = axis.ranks.all_to_all(counts_E, axis.experts, [axis.num_local] * size).view(size, axis.num_local)
-    sent_P = torch.stack([part.sum() for part in counts_E.split(list(axis.experts))])
+    sent_P = torch.stack([counts.sum() for counts in counts_E.split(list(axis.experts))])
     sent, received = read(torch.stack([sent_P, received_PE.sum(1)]), lambda: _even(rows, axis))
     return received_PE, sent, received
 
 
 def _even(rows: int, axis: ExpertPlacement) -> list[list[int]]:
-    """[rows to each rank, rows from each rank] if all experts got equally many. rows: number of rows per rank."""
-    experts, before = sum(axis.experts), 0
+    """[rows to each rank, rows from each rank] if all experts get equally many, for simulations. rows: rows per
+    rank."""
+    experts, first = sum(axis.experts), 0
     sent = []
     for count in axis.experts:
-        sent.append(rows * (before + count) // experts - rows * before // experts)
-        before += count
+        sent.append(rows * (first + count) // experts - rows * first // experts)
+        first += count
     return [sent, [sent[axis.rank]] * len(sent)]
 
 
 @torch.compiler.disable
 def combine(rows_RH: Tensor, dispatched: Dispatched, axis: ExpertPlacement) -> Tensor:
-    """[S, H]: the experts' outputs, sent back to the ranks of their rows, in the order of dispatch(). Collective."""
-    back = permuted(rows_RH[: len(dispatched.order_R)], inverse(dispatched.order_R))
-    return all_to_all(back, axis.ranks, dispatched.received, dispatched.sent)
+    """[S, H]: the experts' outputs, sent back to the ranks of their tokens, in the order of dispatch(). Collective."""
+    by_arrival = permuted(rows_RH[: len(dispatched.order_R)], inverse(dispatched.order_R))
+    return all_to_all(by_arrival, axis.ranks, dispatched.received, dispatched.sent)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -141,8 +148,8 @@ class _Rows(torch.autograd.Function):
 
 
 class _SumOfChoices(torch.autograd.Function):
-    """A recomputed layer does not compute experts' last matmul again, because nothing from there on is saved: the order
-    is an attribute of the graph, which keeps it from forward."""
+    """The order is an attribute of ctx and not a saved tensor. So this node saves no tensor, and a recomputed layer can
+    stop before the last matmul of the experts."""
 
     @staticmethod
     def forward(ctx: Any, rows_SH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
@@ -155,7 +162,8 @@ class _SumOfChoices(torch.autograd.Function):
 
 
 def _gathered_sum(rows_SH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
-    """[T, H]: reads each row once, and adds in fp32 in the order of choices, without atomics."""
+    """[T, H]: the sum of each token's rows. It reads each row once and adds in fp32 in the order of choices, without
+    atomics."""
     rows_TK = inverse(order_S).view(-1, chosen)
     return F.embedding_bag(rows_TK, rows_SH.detach(), mode="sum")
 

@@ -1,12 +1,15 @@
-"""Divergences between a student's and a teacher's distribution over the vocabulary, without holding all logits.
+"""Divergences between a student's and a teacher's distribution over the vocabulary, without materialising all logits.
 
-N predictions, H hidden width of the student, V rows of its head, C tokens that both heads have, t tokens of a tile, K
-tokens of a list. A teacher's distribution comes from its hidden states, or from a list of its likeliest tokens
-(TopTokens). Logits are computed from hidden states, some tokens at a time with the whole vocabulary, so that the
-largest tensors are a few tiles [t, V]. With p = softmax(z / T) of the student, q of the teacher and KL(a || b) =
-sum a (log a - log b), a divergence is a sum over the vocabulary of terms(log p, log q). With s = d terms / d log p, its
-gradient with respect to z / T is s - p sum(s); the teacher's logits get none. So a divergence is one function of two
-tiles, and what it needs of other ranks of a divided vocabulary are sums.
+N predictions, H hidden width of the student, V rows of its head, C tokens that both heads have, t tokens of a tile, b
+tokens of a block, K tokens of a list.
+
+A teacher's distribution is given by its hidden states, or by a list of its most likely tokens (TopTokens). Logits are
+computed from hidden states for t tokens at a time and the full vocabulary, so the largest tensors are a few tiles [t,
+V].
+
+Let p = softmax(z / T) be the student's distribution, q the teacher's, and KL(a || b) = sum a (log a - log b). A
+divergence is a sum over the vocabulary of terms(log p, log q). With s = d terms / d log p, its gradient with respect to
+z / T is s - p sum(s). The teacher's logits get no gradient. If the vocabulary is sharded, ranks exchange sums only.
 """
 
 from __future__ import annotations
@@ -43,19 +46,19 @@ from weft.ops.head import (
     wide_dtype,
 )
 
-# (log p, log q), [t, C] each -> (terms, [t, C], whose sum over the vocabulary is the divergence; their derivative with
-# respect to log p, up to a multiple of p, which cancels).
+# (log p, log q), [t, C] each -> ([t, C] terms, whose sum over the vocabulary is the divergence; [t, C] their derivative
+# with respect to log p). A multiple of p in the derivative has no effect, because it cancels in s - p sum(s).
 Terms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q || p) = sum q (log q - log p); the gradient with respect to logits is p - q."""
+    """KL(q || p) = sum q (log q - log p). The gradient with respect to logits is p - q."""
     q = log_q.exp()
     return (log_q - log_p).mul_(q), q.neg_()
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p || q) = sum p (log p - log q); the gradient with respect to logits is p (log p - log q - KL)."""
+    """KL(p || q) = sum p (log p - log q). The gradient with respect to logits is p (log p - log q - KL)."""
     terms = (log_p - log_q).mul_(log_p.exp())
     return terms, terms
 
@@ -75,9 +78,9 @@ def jsd(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def differentiated(function: Callable[[Tensor, Tensor], Tensor], name: str) -> Terms:
-    """A divergence from a function that gives the terms alone, which autograd differentiates a tile at a time.
+    """A divergence from a function that returns only the terms. Autograd differentiates it, tile by tile.
 
-    name: for messages. Raises ValueError at the first call if the function gives another shape.
+    name: for messages. The result raises ValueError if the function returns another shape than [t, C].
     """
 
     def terms_and_slope(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +90,7 @@ def differentiated(function: Callable[[Tensor, Tensor], Tensor], name: str) -> T
             if not isinstance(terms, Tensor) or terms.shape != log_p.shape:
                 shape = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
                 raise ValueError(
-                    f"{name} gives {shape}; it must give a term for each token of the vocabulary, "
+                    f"{name} returns {shape}; it must return a term for each token of the vocabulary, "
                     f"{tuple(log_p.shape)}, without summing them"
                 )
             (slope,) = torch.autograd.grad(terms.sum(), log_p)
@@ -97,7 +100,7 @@ def differentiated(function: Callable[[Tensor, Tensor], Tensor], name: str) -> T
 
 
 def terms_of(name: str, beta: float) -> Terms:
-    """The divergence of this name. beta: of jsd, 0 < beta < 1."""
+    """The divergence `name`: forward_kl, reverse_kl or jsd. beta: for jsd, 0 < beta < 1."""
     assert name != "jsd" or 0 < beta < 1, beta
     table: dict[str, Terms] = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": partial(jsd, beta=beta)}
     return table[name]
@@ -105,9 +108,12 @@ def terms_of(name: str, beta: float) -> Terms:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """What turns a teacher's hidden states into logits. weight: [rows, width]; a rank of a divided vocabulary needs
-    only its student's rows. bias: [rows] or None. first: the token of the first row. vocabulary: C, the number of
-    tokens that both heads have: the divergence is between distributions over these."""
+    """A teacher's head.
+
+    weight: [rows, width]. With a sharded vocabulary, a rank needs only the rows of its student's shard. bias: [rows] or
+    None. vocabulary: C, the number of tokens that both heads have. The divergence compares distributions over these.
+    first: token of the first row.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -116,25 +122,28 @@ class TeacherHead:
     first: int = 0
 
     def rows(self, first: int, count: int) -> TeacherHead:
-        """The rows of tokens first to first + count - 1, as far as they are there."""
+        """The rows of the tokens first .. first + count - 1 that this head has."""
         start = max(0, min(first - self.first, len(self.weight)))
-        part = slice(start, max(start, min(start + count, self.vocabulary - self.first, len(self.weight))))
-        bias = None if self.bias is None else self.bias[part]
-        return replace(self, weight=self.weight[part], bias=bias, first=self.first + start)
+        rows = slice(start, max(start, min(start + count, self.vocabulary - self.first, len(self.weight))))
+        bias = None if self.bias is None else self.bias[rows]
+        return replace(self, weight=self.weight[rows], bias=bias, first=self.first + start)
 
 
 class TeacherLogits(NamedTuple):
-    """A teacher's distributions from its last hidden states, in the dtype of its head, at its predictions."""
+    """A teacher's distributions, given by its last hidden states at each prediction, in the dtype of its head."""
 
     hidden_NH: Tensor
     head: TeacherHead
 
 
 class TopTokens(NamedTuple):
-    """A teacher's likeliest tokens. ids_NK: different tokens, or -1 at entries that are not used. logprobs_NK: of
-    logits / T. All other tokens of the vocabulary are one bin of both models: the tail. So a divergence is one between
-    distributions over at most K + 1 bins, and cannot be negative (without the tail it can, and its minimum is not the
-    teacher: 2601.19897, section 3). A tail of less than 2^-24, the rounding of fp32, counts as 2^-24."""
+    """A teacher's distributions, given by its most likely tokens.
+
+    ids_NK: distinct tokens, or -1 for unused entries. logprobs_NK: log-probabilities of logits / T. All other tokens of
+    the vocabulary form one bin, the tail. So a divergence compares distributions over at most K + 1 bins, and is never
+    negative. Without the tail it could be, and its minimum would not be the teacher (arXiv:2601.19897, section 3). A
+    tail below 2^-24, the rounding of fp32, counts as 2^-24.
+    """
 
     ids_NK: Tensor
     logprobs_NK: Tensor
@@ -142,8 +151,8 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A teacher of the readout `divergence`. teacher: its distributions at its predictions. temperature: T. chosen:
-    indices of these predictions; None for all."""
+    """A teacher and the divergence from it. teacher: its distributions. temperature: T. chosen: indices of the
+    predictions that have a teacher's distribution; None for all."""
 
     terms: Terms
     teacher: TeacherLogits | TopTokens
@@ -152,12 +161,12 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0 to compare distributions, got {self.temperature}")
+            raise ValueError(f"the temperature of a divergence must be above 0, got {self.temperature}")
 
 
 class Divergences(NamedTuple):
-    """[N] each, fp32 (fp64 for fp64 weights): logprob of the target; the divergence, in nats; whether both models' most
-    likely token is the same (1.0 or 0.0), or None."""
+    """[N] each, fp32 (fp64 for fp64 weights). logprob: of the target. divergence: in nats. agreement: 1.0 if the most
+    likely token of both models is equal, else 0.0; or None."""
 
     logprob: Tensor
     divergence: Tensor
@@ -178,12 +187,13 @@ def divergences(
     rows_per_tile: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> Divergences:
-    """The divergence from the teacher, and the log-probability of the target from the same logits; exact gradients.
+    """The divergence from the teacher and the log-probability of the target, from the same logits. Gradients are exact.
 
-    hidden, weight, bias, targets, transform, shard: as in head.chunked_readouts. temperature: of logprob alone.
-    known_grad: [2 N], the gradients that logprob and then the divergence will receive, up to one factor, if they are
-    known: logits are then computed once. agreement: has no gradient. rows_per_tile: tokens of a tile, by default
-    chosen by bytes. Tokens that one of the heads lacks have no part in the divergence; logprob is over all V.
+    hidden, weight, bias, targets, transform, shard: as in head.chunked_readouts. temperature: of logprob only; the
+    divergence has comparison.temperature. known_grad: [2 N], the gradients that logprob and then the divergence will
+    receive, up to one factor, if they are known. Logits are then computed once. agreement: whether to compute it; it
+    has no gradient. rows_per_tile: t, by default chosen by bytes. The divergence is over the C tokens that both heads
+    have, logprob over all V.
     """
     assert len(comparison.teacher[0]) == len(hidden), (comparison.teacher[0].shape, hidden.shape)
     if not may_anticipate(weight.dtype):
@@ -232,7 +242,7 @@ class _Divergences(torch.autograd.Function):
     def backward(ctx: Any, logprob: Tensor | None, divergence: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         anticipated: Anticipated | None = ctx.anticipated
-        ctx.anticipated = None  # its tensors are given away, so a second backward computes anew
+        ctx.anticipated = None  # its tensors become the results, so a second backward must compute them again
         zeros = torch.zeros(len(targets), dtype=wide_dtype(weight), device=weight.device)
         upstream = torch.stack([zeros if logprob is None else logprob, zeros if divergence is None else divergence])
         if anticipated is not None:
@@ -253,7 +263,7 @@ def _reader(
 
 
 class _Reader(ABC):
-    """The student's logits, tile by tile, and what is read from them, [N] each."""
+    """Computes the student's logits tile by tile, and from them logprob, divergence and agreement, [N] each."""
 
     def __init__(
         self,
@@ -269,13 +279,15 @@ class _Reader(ABC):
         self.targets = targets - self.first
         self.student = Logits(hidden.to(weight.dtype), weight, bias, settings.scaling)
         self.wide = self.student.wide
-        self.ratio = settings.temperature / comparison.temperature  # from logits of logprob to those of the divergence
+        # Logits are computed for the temperature of logprob; times `ratio` they have the divergence's temperature.
+        self.ratio = settings.temperature / comparison.temperature
         self.logprob = torch.zeros(len(targets), dtype=self.wide, device=weight.device)
         self.divergence = torch.zeros_like(self.logprob)
         self.agreement = torch.zeros_like(self.logprob) if settings.agreement else None
 
     def read(self, upstream: Tensor | None, needs: NeededGradients) -> Gradients:
-        """Fill the values; returns gradients for `upstream` [2, N] of logprob and divergence, empty for None."""
+        """Fill the values. Returns gradients of the inputs for the upstream gradient [2, N] of logprob and divergence;
+        without an upstream gradient, all are None."""
         weight = self.student.weight
         height = self._rows_per_tile()
         one_tile = height >= len(self.targets)
@@ -284,12 +296,16 @@ class _Reader(ABC):
         for rows in slices(len(self.targets), height):
             x = self.student.tile(rows, slice(0, len(weight)))
             y = self._teacher_tile(rows)
-            # Ranks of a divided vocabulary agree once a tile; else a block at a time stays in the cache.
-            block_rows = max(1, block_bytes(device_kind(x.device)) // (4 * len(weight)))
-            for block in slices(len(x), len(x) if self.shard is not None else block_rows):
-                here = slice(rows.start + block.start, rows.start + block.stop)
-                of_teacher = None if y is None else y[block]
-                self._read_block(x[block], of_teacher, here, None if upstream is None else upstream[:, here, None])
+            # With a sharded vocabulary, a block is a full tile, for few collectives. Else a block fits the CPU's cache.
+            step = max(1, block_bytes(device_kind(x.device)) // (4 * len(weight)))
+            for block in slices(len(x), len(x) if self.shard is not None else step):
+                block_rows = slice(rows.start + block.start, rows.start + block.stop)
+                self._read_block(
+                    x[block],
+                    None if y is None else y[block],
+                    block_rows,
+                    None if upstream is None else upstream[:, block_rows, None],
+                )
             if upstream is not None:
                 add_input_gradients(x, self.student, rows, slice(0, len(weight)), out)
                 if out.weight is not None:
@@ -297,16 +313,17 @@ class _Reader(ABC):
         return out
 
     def _teacher_tile(self, rows: slice) -> Tensor | None:
-        """The teacher's logits of these predictions, if it has any."""
+        """The teacher's logits of these predictions; None for a teacher given by TopTokens."""
         return None
 
     @abstractmethod
     def _read_block(self, x: Tensor, y: Tensor | None, rows: slice, upstream: Tensor | None) -> None:
-        """Read a block of the student's logits x and the teacher's y; if there is an upstream gradient [2, b, 1],
-        overwrite x with the gradient of its logits."""
+        """Fill the values of a block of predictions. x, y: the student's and the teacher's products of hidden states
+        and weights. With an upstream gradient [2, b, 1], overwrite x with its gradient."""
 
     def _rows_per_tile(self) -> int:
-        """Equal on all ranks of a divided vocabulary, whose shards may differ by a row."""
+        """The number of tokens of a tile. Ranks of a sharded vocabulary agree on it, because their shards may differ by
+        a row."""
         if self.settings.rows_per_tile is not None:
             return self.settings.rows_per_tile
         height = self.student.rows_of_all_columns()
@@ -317,7 +334,7 @@ class _Reader(ABC):
         return height
 
     def _transformed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(Logits of a block of products of hidden states and weights, the slope of their transform)."""
+        """(Logits, slope of the logit transform or None), from x, a block of products of hidden states and weights."""
         (inner, outer), z, slope = self.student.scaling, x.to(self.wide), None
         if outer is not None:
             slope = tanh_slope_(z).mul_(outer * inner)
@@ -327,8 +344,8 @@ class _Reader(ABC):
     def _finish_gradient(
         self, x: Tensor, z: Tensor, slope: Tensor | None, at_target: tuple[Tensor, Tensor], g_logprob: Tensor
     ) -> None:
-        """Overwrites x with z, the gradient of logits without that of the target's logit. at_target: as of
-        local_columns."""
+        """Add the target's part to z, the gradient of the logits, and write the gradient of x into x. at_target: result
+        of local_columns for the targets."""
         is_inside, local = at_target
         z.scatter_add_(1, local[:, None], g_logprob * is_inside[:, None])
         through_transform_(z, slope, self.student.scaling.inner)
@@ -336,7 +353,8 @@ class _Reader(ABC):
             x.copy_(z)
 
     def _log_sum_exp(self, parts: list[Tensor]) -> Tensor:
-        """[parts, b], over the whole vocabulary; -inf of parts that are all -inf."""
+        """[parts, b]: the log-sum-exp of each part's rows over the full vocabulary. A row of -inf has the result -inf.
+        Collective with a sharded vocabulary."""
         lowest = torch.finfo(self.wide).min
         top = torch.stack([z.amax(1) if z.shape[1] else z.new_full((len(z),), lowest) for z in parts])
         top.clamp_(min=lowest)
@@ -348,7 +366,7 @@ class _Reader(ABC):
         return top + mass.log_()
 
     def _likeliest(self, z: Tensor) -> Tensor:
-        """[b] the most likely token, the first of several."""
+        """[b] the most likely token. Of tied tokens, the first. Collective with a sharded vocabulary."""
         if z.shape[1]:
             value, token = z.max(1)
         else:
@@ -361,7 +379,7 @@ class _Reader(ABC):
 
 
 class _PairReader(_Reader):
-    """Beside the student's logits the teacher's, over the tokens that both heads have."""
+    """A reader that also computes the teacher's logits from its hidden states."""
 
     def __init__(
         self,
@@ -375,7 +393,7 @@ class _PairReader(_Reader):
     ) -> None:
         super().__init__(hidden, weight, bias, targets, comparison, settings)
         head = teacher.head.rows(self.first, len(weight))
-        # Detached: a teacher that is the student itself, or shares its head, gets no gradient.
+        # Detached, because the teacher may be the student itself or share its head, and must get no gradient.
         hidden_q, weight_q = teacher.hidden_NH.detach(), head.weight.detach()
         bias_q = None if head.bias is None else head.bias.detach()
         scaling_q = Scaling.from_transform(head.transform, comparison.temperature)
@@ -393,7 +411,8 @@ class _PairReader(_Reader):
             log_q.tanh_().mul_(self.teacher.scaling.outer)
         if self.agreement is not None:
             self.agreement[rows] = (self._likeliest(log_p) == self._likeliest(log_q)).to(self.wide)
-        # Whether logprob and the divergence are of the same softmax. Equal on all ranks of a divided vocabulary.
+        # Whether logprob and the divergence have the same softmax. Always False with a sharded vocabulary, because
+        # ranks must agree on the number of collectives, and self.common may differ between ranks.
         one_softmax = self.ratio == 1.0 and self.shard is None and self.common == len(self.student.weight)
         lse = self._log_sum_exp([log_p, log_q] if one_softmax else [log_p, log_q, z])
         log_p.sub_(lse[0, :, None])
@@ -405,7 +424,7 @@ class _PairReader(_Reader):
         if self.shard is not None:
             self.shard.ranks.sum_(sums)
         self.divergence[rows] = sums[0]
-        # A target that no rank has is not silent.
+        # A target outside the vocabulary gives NaN, so that it cannot go unnoticed.
         self.logprob[rows] = torch.where(sums[3] > 0, sums[2] - lse[-1 if not one_softmax else 0], float("nan"))
         if upstream is None:
             return
@@ -420,12 +439,11 @@ class _PairReader(_Reader):
 
 
 class _ListReader(_Reader):
-    """The student's logits in the bins of a teacher's list: its tokens, and the tail.
+    """A reader that compares the student with TopTokens: the bins are the listed tokens and the tail.
 
-    The tail's logit is the log-sum-exp of the logits that are not listed, never 1 minus a sum: a student that is sure
-    of the listed tokens has a tail far below the rounding of that. With g the gradient by a bin's log-probability
-    through the softmax, that by the logit of a token of the tail is g of the tail x its share of the tail.
-    """
+    The tail's logit is the log-sum-exp of all unlisted logits. It is not computed as 1 - sum(listed probabilities),
+    which rounds to 0 if the listed tokens have nearly all probability. The gradient of an unlisted logit is the
+    gradient of the tail's logit x the token's share of the tail."""
 
     def __init__(
         self,
@@ -448,15 +466,15 @@ class _ListReader(_Reader):
         is_here, columns = local_columns(ids - self.first, slice(0, width))
         is_here &= is_used
         is_listed = torch.zeros(len(z), width + 1, dtype=torch.bool, device=z.device)
-        is_listed.scatter_(1, torch.where(is_here, columns, width), True)  # the last column is of none
-        rest = (z * self.ratio).masked_fill_(is_listed[:, :width], float("-inf"))
+        is_listed.scatter_(1, torch.where(is_here, columns, width), True)  # unused entries go to an extra column
+        unlisted = (z * self.ratio).masked_fill_(is_listed[:, :width], float("-inf"))
         is_inside, local = local_columns(self.targets[rows], slice(0, width))
         picked = torch.where(is_inside, z.gather(1, local[:, None])[:, 0], 0.0)
         listed = torch.where(is_here, z.gather(1, columns) * self.ratio, 0.0)
         sums = torch.cat([listed, torch.stack([picked, is_inside.to(self.wide)], 1)], 1)
         if self.shard is not None:
             self.shard.ranks.sum_(sums)
-        lse = self._log_sum_exp([rest, z])
+        lse = self._log_sum_exp([unlisted, z])
         self.logprob[rows] = torch.where(sums[:, -1] > 0, sums[:, -2] - lse[1], float("nan"))
         log_p, log_q, has_tail = self.bins(sums[:, :-2], lse[0], is_used, self.logprobs[rows])
         if self.agreement is not None:
@@ -469,14 +487,14 @@ class _ListReader(_Reader):
         g_logprob, g_divergence = upstream[0], upstream[1] * self.ratio
         g_bins = g_divergence * (s - log_p.exp() * s.sum(1, keepdim=True))
         z.sub_(lse[1, :, None]).exp_().mul_(-g_logprob)
-        share = rest.sub_(torch.where(has_tail, lse[0], 0.0)[:, None]).exp_()
+        share = unlisted.sub_(torch.where(has_tail, lse[0], 0.0)[:, None]).exp_()
         z.addcmul_(share, g_bins[:, -1:])
         z.scatter_add_(1, columns, g_bins[:, :-1] * is_here)
         self._finish_gradient(x, z, slope, (is_inside, local), g_logprob)
 
     def bins(self, listed: Tensor, tail: Tensor, is_used: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(log p, log q of the bins [b, K + 1], whether there is a tail [b]). listed, tail: the student's logits [b, K]
-        and [b]. Bins that are not used have both models' probability 0."""
+        """([b, K + 1] log p, [b, K + 1] log q, [b] whether there is a tail). listed, tail: the student's logits, [b, K]
+        and [b]. Unused bins have probability 0 in both models."""
         absent = torch.tensor(_ABSENT, dtype=self.wide, device=listed.device)
         has_tail = tail > float("-inf")
         is_bin = torch.cat([is_used, has_tail[:, None]], 1)
@@ -487,4 +505,4 @@ class _ListReader(_Reader):
         return log_p, torch.cat([log_q, torch.where(has_tail[:, None], tail_q, absent)], 1), has_tail
 
 
-_ABSENT = -1e4  # a log-probability whose exponential is 0, and whose difference from itself is 0
+_ABSENT = -1e4  # log-probability of an unused bin: its exponential is 0, and unlike -inf minus itself it gives 0

@@ -1,7 +1,9 @@
-"""Flash attention 4 (the package flash-attn-4): on Hopper about 1.7 times as fast as torch's own, forward and backward.
+"""Flash attention 4 (the package flash-attn-4): on Hopper about 1.7 times as fast as torch's kernel, forward and
+backward.
 
 torch can register it (`activate_flash_attention_impl("FA4")`), but torch 2.11 expects results that version 4.0.0b36 no
-longer returns. So weft calls the two functions that torch calls, by the arguments that both have.
+longer returns. So weft calls the package's forward and backward functions directly, with arguments that both versions
+have.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from weft.ops.recompute import compiled_kernel, reuse_in_recompute
 
-FLASH4 = "flash-attn-4"  # as pip knows the package
+FLASH4 = "flash-attn-4"  # name of the package on PyPI
 
 
 def flash4_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_queries: Tensor, cu_keys: Tensor, longest: int, longest_key: int,
     *, scale: float, window_size: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """What torch's varlen_attn computes: [tokens, H, E] from tensors [tokens, heads, width] of documents end to end."""
+    """Equal to torch's varlen_attn: [tokens, H, E] from tensors [tokens, heads, width] of documents end to end."""
     left, right = window_size
     options = {
         "cu_seqlens_q": cu_queries, "cu_seqlens_k": cu_keys, "max_seqlen_q": longest, "max_seqlen_k": longest_key,
@@ -33,7 +35,7 @@ def flash4_attention(
 
 
 class _Flash4(torch.autograd.Function):
-    """Recomputation that keeps attention's results takes the output and the logsumexp from forward."""
+    """Attention. If the recompute policy keeps attention results, recomputation reuses output and logsumexp."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:

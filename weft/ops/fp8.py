@@ -1,13 +1,13 @@
-"""Linear layers whose products are of 8-bit floating-point numbers (e4m3: 4 bits of exponent, 3 of mantissa).
+"""Linear layers with matmuls of 8-bit floating-point numbers (e4m3: 4 bits of exponent, 3 bits of mantissa).
 
     y = x W^T        both rounded: each row of x (a token) and of W (an output) has a scale
     dL/dx = g W      both rounded: each row of g (a token) and each column of W (an input) has a scale
     dL/dW = g^T x    in the compute dtype
 
-A scale is the least power of two with which the largest element of its row is at most 448, the largest number of e4m3.
-Scales of tokens depend on no other token, so that packing, micro-batches and ranks change nothing; the last product
-adds over tokens, whose blocks would depend on the cut, and stays in the compute dtype. The same recipe is torchao's
-`rowwise_with_gw_hp`. Formats: Micikevicius et al. 2022, arXiv:2209.05433.
+A scale is the least power of two for which the largest scaled element is at most 448, the largest number of e4m3. The
+scale of a token depends on no other token, so packing, micro-batches and ranks do not change results. The last matmul
+sums over tokens. Its scales would depend on how the step is split, so it stays in the compute dtype. torchao's recipe
+`rowwise_with_gw_hp` is the same. Formats: Micikevicius et al. 2022, arXiv:2209.05433.
 
 T tokens, I inputs, O outputs.
 """
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from weft.errors import UserError
 
-MULTIPLE = 16  # of a layer's widths, for scaled products on tensor cores
-CAPABILITY = (8, 9)  # the first CUDA devices with such products
+MULTIPLE = 16  # tensor cores need widths that are multiples of this for 8-bit matmuls
+CAPABILITY = (8, 9)  # lowest CUDA compute capability with 8-bit matmuls
 
 
 def rounded(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """(x / scale in e4m3, fp32 scale) with one scale for all elements along `dim`, which has size 1 in the scale.
+    """(x / scale in e4m3, fp32 scale). All elements along `dim` share a scale, and `dim` has size 1 in the scale.
 
-    Rows of zeros have a scale of 1. A row that holds inf or NaN becomes NaN, so that a loss shows it.
+    A row of zeros has scale 1. A row with inf or NaN becomes NaN, so that the loss becomes NaN too.
     """
     largest = x.detach().abs().amax(dim, keepdim=True).float()
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa x 2^exponent, mantissa in [0.5, 1)
@@ -40,14 +40,15 @@ def rounded(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x W^T + bias by 8-bit products; x: [..., I]. Widths must be multiples of MULTIPLE."""
+    """x W^T + bias with 8-bit matmuls, [..., O]. x: [..., I]. On CUDA, I and O must be multiples of MULTIPLE."""
     out: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI)
     out = out.view(*x.shape[:-1], len(weight_OI))
     return out if bias_O is None else out + bias_O
 
 
 def product(a_MK: Tensor, a_scale_M1: Tensor, b_NK: Tensor, b_scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, N] = a b^T of rounded matrices, summed in fp32. On a CPU without 8-bit products: of the same numbers."""
+    """a b^T of rounded matrices, [M, N] in `dtype`, summed in fp32. Other devices than CUDA multiply the same numbers
+    in fp32."""
     if a_MK.device.type != "cuda":
         return ((a_MK.float() @ b_NK.float().T) * (a_scale_M1 * b_scale_N1.T)).to(dtype)
     by_row = F.ScalingType.RowWise
@@ -67,7 +68,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             columns_OI, scale_1I = rounded(weight_OI, 0)
-            # Products on tensor cores read both operands along the dimension that is summed.
+            # Tensor cores need both operands contiguous along the summed dimension.
             grad_x = product(*rounded(grad_TO, 1), columns_OI.T.contiguous(), scale_1I.T, grad_TO.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = grad_TO.T @ x_TI
@@ -75,17 +76,18 @@ class _Linear(torch.autograd.Function):
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UserError if this device lacks 8-bit products, or computes them wrongly. dtype: of compute."""
+    """Raise UserError if this device has no 8-bit matmuls, or computes them wrongly. dtype: the compute dtype."""
     if device.type != "cuda":
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     remedy = "Set 'model.transforms=[]'."
     if capability < CAPABILITY or not hasattr(F, "scaled_mm"):
-        lacks = f"{name} has none" if capability < CAPABILITY else f"torch {torch.__version__} has no scaled_mm"
-        raise UserError(f"model.transforms: fp8 needs products of 8-bit numbers, and {lacks}. {remedy}")
+        reason = f"{name} has none" if capability < CAPABILITY else f"torch {torch.__version__} has no scaled_mm"
+        raise UserError(f"model.transforms: fp8 needs 8-bit matmuls, and {reason}. {remedy}")
     if dtype != torch.bfloat16:
         raise UserError(
-            "model.transforms: fp8 computes in bf16 on CUDA: set fsdp.param_dtype=bf16, or 'model.transforms=[]'."
+            "model.transforms: fp8 needs a compute dtype of bf16 on CUDA. Set fsdp.param_dtype=bf16, or "
+            "'model.transforms=[]'."
         )
     generator = torch.Generator().manual_seed(0)
     x_TI, weight_OI = (torch.randn(size, 256, generator=generator).to(dtype) for size in (67, 48))
@@ -93,7 +95,10 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     try:
         result = linear(x_TI.to(device), weight_OI.to(device)).float().cpu()
     except RuntimeError as error:
-        raise UserError(f"model.transforms: fp8 does not run on {name}: {error}. {remedy}") from error
+        raise UserError(f"model.transforms: a trial of fp8 failed on {name}: {error}. {remedy}") from error
     off = float((result - expected).abs().max() / expected.abs().max())
     if not off <= 1e-2:  # bf16 results: 4e-3
-        raise UserError(f"model.transforms: fp8 is wrong on {name}: a product is off by {off:.1e}. {remedy}")
+        raise UserError(
+            f"model.transforms: fp8 computes wrong results on {name}: a matmul has a relative error of {off:.1e}. "
+            f"{remedy}"
+        )

@@ -1,10 +1,13 @@
-"""Log-probabilities and entropies from hidden states, without holding all logits.
+"""Log-probabilities and entropies from hidden states, without materialising all logits.
 
-N predictions, H hidden width, V vocabulary. Logits are computed a tile at a time (some tokens x some of the vocabulary)
-and folded into a running log-sum-exp; backward computes each tile once more. The vocabulary is the outer loop, so that
-each slice of the weight's gradient is written once, instead of [V, H] being read and written for every chunk of tokens.
-If the caller knows the gradient's direction (supervised fine-tuning does), tiles hold the whole vocabulary for a few
-tokens instead, and gradients are computed in forward.
+N predictions, H hidden width, V vocabulary, t tokens and v columns of a tile, b tokens of a block.
+
+Logits are computed tile by tile (some tokens x some of the vocabulary) and folded into a running log-sum-exp. Backward
+computes each tile again. The vocabulary is the outer loop, so each slice of the weight's gradient is written once. With
+tokens outside, all of [V, H] would be read and written for every chunk of tokens.
+
+If the caller knows the direction of the gradient, as in supervised fine-tuning, forward also computes the gradients. A
+tile is then a few tokens x the full vocabulary.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from weft.ops.exact import linear, token_logprobs
 from weft.ops.kernel_trial import try_kernels
 
 _MIB = 2**20
-# A tile of t tokens and v columns reads (t + v) x H elements for t x v x H work, so nearly square tiles are best; more
-# tokens than this gain little.
+# A tile reads (t + v) x H elements for t x v x H operations, so nearly square tiles are best. More tokens than this
+# give little improvement.
 _TILE_TOKENS = 4096
-_ROOMY = 38 * 2**30  # cards that are sold as 40 GB and more
+_ROOMY = 38 * 2**30  # memory of accelerators that are sold as 40 GB or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,8 @@ class Scaling(NamedTuple):
 class KnownGrad:
     """The gradient [N] that logprobs will receive, up to one factor, if it is known before the forward.
 
-    wrong: one flag per backward, on the device; True if the gradient had another direction, so that the result is
-    wrong. The caller must check the flags later; checking them at once would synchronise the device.
+    wrong: one flag per backward, on the device. True means that the gradient had another direction, and the result is
+    wrong. The caller must check the flags later, because checking them immediately would wait for the device.
     """
 
     values_N: Tensor
@@ -75,7 +78,8 @@ class KnownGrad:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """A shard of the vocabulary: this rank's rows of the weight start at token `first`; other ranks have the rest."""
+    """A shard of the vocabulary. first: the token of this rank's first row of the weight. ranks: the ranks that share
+    the vocabulary."""
 
     first: int
     ranks: Communicator
@@ -98,24 +102,27 @@ def chunked_readouts(
     """(log-probability [N] of each target; entropy [N] or None), in nats, fp32 (fp64 for fp64 weights).
 
     With z = transform(hidden @ weight.T + bias) / temperature: logprob = z[target] - logsumexp(z), entropy =
-    -sum(softmax(z) * log_softmax(z)). Products run in the weight's dtype, everything after them in fp32 (fp64 for fp64
-    weights). Backward is exact for any upstream gradient of both, and gives zeros, not None, for N = 0.
+    -sum(softmax(z) * log_softmax(z)). Matmuls run in the weight's dtype, all later operations in fp32 (fp64 for fp64
+    weights). Backward is exact for any upstream gradient of both. For N = 0 gradients are zeros, not None.
 
-    hidden: [N, H]. weight: [V, H]. bias: [V] or None. targets: [N] int64 in [0, V); one outside gives NaN. temperature:
-    above 0. tile: (tokens, vocabulary) of logits held at a time, by default chosen by bytes. known_grad: saves the
-    second computation of logits, not with entropy; costs an fp32 [V, H] buffer if the weight is narrower and the tokens
-    need several tiles. exact: compute from whole rows of logits, with the sampler's operations. shard: this rank's part
-    of a divided vocabulary; its ranks call this together with the same hidden states and targets, and the gradient of
-    the hidden states is then this rank's term of a sum over them. Raises ValueError for a temperature of 0 or less.
+    hidden: [N, H]. weight: [V, H]. bias: [V] or None.
+    targets: [N] int64 in [0, V). The result of a target outside is NaN.
+    temperature: above 0. Raises ValueError otherwise.
+    known_grad: avoids the second computation of logits. Ignored with entropy. It costs an fp32 [V, H] buffer if the
+    weight is narrower than fp32 and there are several tiles.
+    exact: compute with the sampler's operations, from complete rows of logits.
+    tile: (t, v), by default chosen by bytes.
+    shard: this rank's shard of the vocabulary. All its ranks must call this together, with equal hidden states and
+    targets. The gradient of the hidden states is then this rank's term of a sum over the ranks.
     """
     if not temperature > 0:
-        raise ValueError(f"temperature must be above 0 to compute log-probabilities, got {temperature}")
+        raise ValueError(f"the temperature of log-probabilities must be above 0, got {temperature}")
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     assert weight.ndim == 2 and weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
     scaling = Scaling.from_transform(transform, temperature)
     if entropy or exact or not may_anticipate(weight.dtype) or shard is not None:
         known_grad = None
-    assert shard is None or not exact, "whole rows of logits of a divided vocabulary"
+    assert shard is None or not exact, "exact needs complete rows of logits, and the vocabulary is sharded"
     sampled = (transform, temperature) if exact else None
     if shard is not None:
         targets = targets - shard.first
@@ -126,7 +133,7 @@ def chunked_readouts(
 
 
 def may_anticipate(dtype: torch.dtype) -> bool:
-    """Whether gradients may be computed in forward: fp16 would underflow under a direction without the loss scale."""
+    """Whether forward may compute gradients. Not in fp16, where gradients without the loss scale would underflow."""
     return torch.is_grad_enabled() and dtype != torch.float16
 
 
@@ -142,9 +149,9 @@ def logprob_and_top1(
     tile: tuple[int, int] | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of each target; 1.0 if no token is likelier than the target, else 0.0), without gradients.
+    """(log-probability of each target; 1.0 if no token is more likely than the target, else 0.0), without gradients.
 
-    Shapes and dtypes: see chunked_readouts. Tokens that tie for the first place all count as likeliest.
+    Shapes and dtypes: see chunked_readouts. Tied tokens all count as most likely.
     """
     logits = Logits(hidden.to(weight.dtype), weight, bias, Scaling.from_transform(transform, temperature))
     running = _Running.start(len(targets), hidden.device, logits.wide, entropy=False, largest=True)
@@ -156,19 +163,22 @@ def logprob_and_top1(
 
 
 def tile_bytes(device: str, memory: int = 0) -> int:
-    """fp32 bytes of one tile of logits on this type of device. memory: bytes of the accelerator; each tile of the
-    supervised path costs a pass over an fp32 buffer of the weight's shape, so tiles are large where there is room."""
+    """Bytes of one fp32 tile of logits on this type of device. memory: bytes of memory of the accelerator.
+
+    With a known gradient, each tile costs one pass over an fp32 buffer of the weight's shape. So tiles are large if the
+    device has much memory.
+    """
     return (64 if device == "cpu" else 2048 if memory >= _ROOMY else 512) * _MIB
 
 
 def block_bytes(device: str) -> int:
-    """fp32 bytes of a block, the part of a tile that elementwise work takes at a time: on a CPU a block fits the cache;
-    on an accelerator fewer, larger kernels are faster."""
+    """Bytes of one fp32 block, the part of a tile that elementwise operations process together. On a CPU a block fits
+    the cache. On an accelerator fewer, larger kernels are faster."""
     return (2 if device == "cpu" else 128) * _MIB
 
 
 def _tile_shape(tokens: int, vocabulary: int, device: str, memory: int = 0) -> tuple[int, int]:
-    """Even tiles of at most the device's bytes (fp32), as near to square as the shapes allow."""
+    """(t, v) of tiles of equal size, as nearly square as the shapes allow, with at most tile_bytes() in fp32."""
     rows = -(-tokens // max(1, -(-tokens // _TILE_TOKENS)))
     columns = min(vocabulary, max(1, tile_bytes(device, memory) // 4 // max(1, rows)))
     columns = -(-vocabulary // -(-vocabulary // columns))
@@ -176,12 +186,12 @@ def _tile_shape(tokens: int, vocabulary: int, device: str, memory: int = 0) -> t
 
 
 def wide_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of sums and of what follows the products: fp32, or fp64 for fp64 weights."""
+    """The dtype of all operations after the matmuls: fp32, or fp64 for fp64 weights."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
 class Logits:
-    """Computes tiles of x (the logits times scaling.inner) in one buffer that all tiles share."""
+    """Computes tiles of scaling.inner * (hidden @ weight.T + bias). All tiles share one buffer."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> None:
         self.hidden, self.weight, self.bias, self.scaling = hidden, weight, bias, scaling
@@ -189,7 +199,7 @@ class Logits:
         self._buffer = weight.new_empty(0)
 
     def tiles(self, tile: tuple[int, int] | None) -> Iterator[tuple[slice, Iterator[slice]]]:
-        """(columns, rows) of the tiles, by default nearly square."""
+        """(columns, slices of rows) of the tiles. tile: (t, v), by default nearly square."""
         device = self.weight.device
         height, width = tile or _tile_shape(
             len(self.hidden), len(self.weight), device_kind(device), device_memory(device)
@@ -198,12 +208,12 @@ class Logits:
             yield columns, slices(len(self.hidden), height)
 
     def rows_of_all_columns(self) -> int:
-        """Number of tokens in a tile with the whole vocabulary."""
+        """Number of tokens in a tile with the full vocabulary."""
         device = self.weight.device
         return max(1, tile_bytes(device_kind(device), device_memory(device)) // (4 * len(self.weight)))
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
-        """[t, v] inner * (hidden @ weight.T + bias) in the weight's dtype; valid until the next call."""
+        """[t, v] inner * (hidden @ weight.T + bias) in the weight's dtype. The next call overwrites it."""
         hidden, weight = self.hidden[rows], self.weight[columns]
         if self._buffer.numel() < len(hidden) * len(weight):
             self._buffer = weight.new_empty(len(hidden) * len(weight))
@@ -214,7 +224,8 @@ class Logits:
         return torch.addmm(self.bias[columns], hidden, weight.T, beta=inner, alpha=inner, out=out)
 
     def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The tile's rows in blocks, in fp32 or fp64: views if the tile has that dtype, else copies."""
+        """(rows, block in fp32 or fp64) for all rows of a tile. A block is a view if the tile has its dtype, else a
+        copy."""
         return _blocks(tile, self.wide)
 
 
@@ -268,7 +279,7 @@ class _Readouts(torch.autograd.Function):
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         anticipated: Anticipated | None = ctx.anticipated
-        ctx.anticipated = None  # its tensors are given away, so a second backward computes anew
+        ctx.anticipated = None  # its tensors become the results, so a second backward must compute them again
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(lse)
         if anticipated is not None:
@@ -289,7 +300,7 @@ class NeededGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the logits' inputs, [N, H], [V, H] and [V], where wanted."""
+    """Gradients of hidden states [N, H], weight [V, H] and bias [V]. None for inputs that need no gradient."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -297,7 +308,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def start(cls, logits: Logits, needs: NeededGradients, weight_dtype: torch.dtype) -> Gradients:
-        """Zeros, in a wide dtype for hidden states and bias, because they are sums over many tiles."""
+        """Gradients of zero. Those of hidden states and bias are fp32 or fp64, because they sum over many tiles."""
         hidden, weight = logits.hidden, logits.weight
         return cls(
             torch.zeros_like(hidden, dtype=logits.wide) if needs.hidden else None,
@@ -306,7 +317,7 @@ class Gradients(NamedTuple):
         )
 
     def rounded_like(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Each in the dtype of its input."""
+        """The gradients, each in the dtype of its input."""
         pairs = zip(self, inputs, strict=True)
         return tuple(None if gradient is None or x is None else gradient.to(x.dtype) for gradient, x in pairs)
 
@@ -314,7 +325,7 @@ class Gradients(NamedTuple):
 def _differentiate(
     logits: Logits, targets: Tensor, upstream: _Upstream, needs: NeededGradients, tile: tuple[int, int] | None
 ) -> Gradients:
-    """Exact gradients for any upstream gradient, computing each tile of logits once more."""
+    """Exact gradients for any upstream gradient. Computes each tile of logits again."""
     out = Gradients.start(logits, needs, logits.weight.dtype)
     for columns, all_rows in logits.tiles(tile):
         total = WideSum(out.weight[columns], logits.wide) if out.weight is not None else None
@@ -337,22 +348,24 @@ def add_input_gradients(grad: Tensor, logits: Logits, rows: slice, columns: slic
 
 
 class Anticipated:
-    """Gradients computed in forward for a presumed upstream gradient of logprob, right up to one factor."""
+    """Gradients that forward computed for an expected upstream gradient of logprob. They are correct up to one factor
+    if the actual upstream gradient has the expected direction."""
 
     def __init__(self, direction: KnownGrad, gradients: Gradients) -> None:
         self.direction, self.gradients = direction, gradients
 
     def scaled_to(self, actual: Tensor) -> Gradients:
-        """The gradients for the upstream gradient `actual`. Notes in direction.wrong if it has another direction."""
+        """The gradients for the upstream gradient `actual`. Appends to direction.wrong whether it has another
+        direction."""
         direction, actual = self.direction.values_N.double(), actual.double()
         square = direction.dot(direction)
         factor = torch.where(square > 0, actual.dot(direction) / square, 0.0)
-        presumed = direction * factor
-        # Up to four fp32 roundings separate the caller's direction from autograd's gradient; some values underflow.
-        allowed = 5e-7 * presumed.abs() + torch.finfo(torch.float32).tiny
-        foreseen = ((actual - presumed).abs() <= allowed).all()
-        # A gradient that is not finite is no wrong direction: the step is dropped anyway.
-        self.direction.wrong.append(~foreseen & actual.isfinite().all())
+        expected = direction * factor
+        # The caller's direction and autograd's gradient differ by up to four fp32 roundings. Some values underflow.
+        allowed = 5e-7 * expected.abs() + torch.finfo(torch.float32).tiny
+        as_expected = ((actual - expected).abs() <= allowed).all()
+        # A non-finite gradient is not reported as a wrong direction: the engine skips such a step anyway.
+        self.direction.wrong.append(~as_expected & actual.isfinite().all())
         for gradient in self.gradients:
             if gradient is not None:
                 _scale_(gradient, factor)
@@ -360,8 +373,8 @@ class Anticipated:
 
 
 def _scale_(values: Tensor, factor: Tensor) -> None:
-    """values *= factor, a scalar on their device, computed in fp32 or wider: values.mul_ would round the factor to a
-    narrower dtype of the values."""
+    """values *= factor, computed in fp32 or wider. factor: a scalar on the device of the values. values.mul_ would
+    round the factor to the dtype of the values."""
     if torch.finfo(values.dtype).bits >= 32:
         values.mul_(factor)
         return
@@ -378,7 +391,8 @@ def _fold_and_differentiate(
     needs: NeededGradients,
     tile: tuple[int, int] | None,
 ) -> Gradients:
-    """Fills the running values; returns gradients, from the same logits, for upstream `direction` [N] of logprob."""
+    """Fill the running values. Returns the gradients for the upstream gradient `direction` [N] of logprob, computed
+    from the same logits."""
     rows_per_tile = tile[0] if tile else logits.rows_of_all_columns()
     is_one_tile = rows_per_tile >= len(targets)
     out = Gradients.start(logits, needs, logits.weight.dtype if is_one_tile else logits.wide)
@@ -392,7 +406,7 @@ def _fold_and_differentiate(
 
 
 def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, direction: Tensor, running: _Running) -> Tensor:
-    """Fills the running values of these tokens and returns [t, V], the gradient as in `_gradient_of_tile`."""
+    """Fill the running values of these tokens. Returns the gradient [t, V], defined as in `_gradient_of_tile`."""
     tile = logits.tile(rows, slice(0, len(logits.weight)))
     lse, picked = running.lse[rows], running.picked[rows]
     if has_kernel(tile):
@@ -412,8 +426,8 @@ def softmax_gradient_(
     scaling: Scaling,
     wide: torch.dtype = torch.float32,
 ) -> None:
-    """Overwrite a tile of whole rows [t, V] with the gradient for `direction` [t] of the log-probabilities; fills lse,
-    and picked where the target is one of the columns."""
+    """Overwrite a tile of complete rows [t, V] with its gradient for the upstream gradient `direction` [t] of the
+    log-probabilities. Fills lse [t], and picked [t] for targets inside the columns."""
     is_inside, local = local_columns(targets, slice(0, tile.shape[1]))
     inner, outer = scaling
     for block, z in _blocks(tile, wide):
@@ -435,8 +449,8 @@ def softmax_gradient_(
 
 
 class _Running(NamedTuple):
-    """Values of each token over the columns seen so far, [N] each. picked: z of the target, NaN until seen. largest: z
-    of the likeliest token; None if not needed."""
+    """Values of each token over the columns processed so far, [N] each. picked: z of the target, NaN before its column.
+    largest: z of the most likely token; None if not needed."""
 
     lse: Tensor
     picked: Tensor
@@ -454,9 +468,9 @@ class _Running(NamedTuple):
         return cls(full(lowest), full(float("nan")), full(0.0) if entropy else None, full(lowest) if largest else None)
 
     def joined(self, ranks: Communicator) -> _Running:
-        """The values over the whole vocabulary, from the ranks' parts; collective. Only [N] values are exchanged.
+        """The values over the full vocabulary, from the values of all ranks' shards. Collective; exchanges [N] values.
 
-        By the chain rule of entropy, as in `_merge`: H = sum_i w_i (H_i - log w_i), w_i the masses of the parts.
+        By the chain rule of entropy, as in `_merge`: H = sum_i w_i (H_i - log w_i), w_i the probability of shard i.
         """
         top = self.lse.clone()
         ranks.max_(top)
@@ -509,7 +523,7 @@ def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running:
 def _read_as_sampled(
     logits: Logits, targets: Tensor, running: _Running, transform: LogitTransform, temperature: float
 ) -> Tensor:
-    """[N] log-probability of each target, with the sampler's operations (rl.on_policy=exact); fills `running`."""
+    """[N] log-probability of each target, with the sampler's operations (rl.on_policy=exact). Fills `running`."""
     logprob = torch.empty_like(running.lse)
     for rows in slices(len(targets), logits.rows_of_all_columns()):
         z = transform(linear(logits.hidden[rows], logits.weight, logits.bias).to(logits.wide))
@@ -522,20 +536,21 @@ def _read_as_sampled(
 
 
 def local_columns(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """(Whether each target, of any shape, is one of these columns; its index among them, or any valid one)."""
+    """(whether each target is one of these columns, its index among them), with the shape of `targets`. The index of a
+    target outside is a valid index without meaning."""
     width = columns.stop - columns.start
     local = targets - columns.start
     return (local >= 0) & (local < width), local.clamp(0, width - 1)
 
 
 def log_sum_exp_(z: Tensor) -> Tensor:
-    """[b] log-sum-exp of the rows of z [b, v], which is overwritten (torch.logsumexp is 5 x slower on a CPU)."""
+    """[b] log-sum-exp of the rows of z [b, v]. Overwrites z. (torch.logsumexp is 5 x slower on a CPU.)"""
     largest = z.amax(1, keepdim=True)
     return z.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
 
 
 def _log_sum_exp_and_entropy_(z: Tensor) -> tuple[Tensor, Tensor]:
-    """([b] log-sum-exp, [b] entropy of the softmax) of the rows of z [b, v], which is overwritten.
+    """([b] log-sum-exp, [b] entropy of the softmax) of the rows of z [b, v]. Overwrites z.
 
     With d = z - max z and s = sum exp d: lse = max z + log s, entropy = log s - sum(exp(d) * d) / s.
     """
@@ -548,19 +563,19 @@ def _log_sum_exp_and_entropy_(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge(running: _Running, rows: slice, lse: Tensor, entropy: Tensor | None) -> None:
-    """Joins two parts of a softmax by the chain rule of entropy: H = sum_i w_i (H_i - log w_i), w_i their masses."""
-    before = running.lse[rows]
-    joint = torch.logaddexp(before, lse)
+    """Combine two parts of a softmax by the chain rule of entropy: H = sum_i w_i (H_i - log w_i), w_i the probability
+    of part i. lse, entropy: of the new part."""
+    joint = torch.logaddexp(running.lse[rows], lse)
     if entropy is not None:
         assert running.entropy is not None
-        first, second = before - joint, lse - joint  # log w_i
+        first, second = running.lse[rows] - joint, lse - joint  # log w_i
         earlier = torch.where(first.isneginf(), 0.0, first.exp() * (running.entropy[rows] - first))
         running.entropy[rows] = earlier + second.exp() * (entropy - second)
     running.lse[rows] = joint
 
 
 class _Upstream(NamedTuple):
-    """Upstream gradients and saved values, [N] each."""
+    """Upstream gradients of logprob and entropy, and saved values, [N] each. value: the entropy."""
 
     logprob: Tensor
     entropy: Tensor | None
@@ -572,7 +587,7 @@ class _Upstream(NamedTuple):
 
 
 def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tensor, upstream: _Upstream) -> Tensor:
-    """[t, v] gradient with respect to hidden @ weight.T + bias, in the weight's dtype; valid until the next tile.
+    """[t, v] gradient with respect to hidden @ weight.T + bias, in the weight's dtype. The next tile overwrites it.
 
     With p = softmax(z): d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy).
     """
@@ -589,7 +604,8 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
 def gradient_(
     tile: Tensor, targets: Tensor, upstream: _Upstream, scaling: Scaling, wide: torch.dtype = torch.float32
 ) -> None:
-    """Overwrite a tile [t, v] with the gradient as in `_gradient_of_tile`. targets: [t], counted from its columns."""
+    """Overwrite a tile [t, v] with its gradient, defined as in `_gradient_of_tile`. targets: [t], as indices of the
+    tile's columns."""
     is_inside, local = local_columns(targets, slice(0, tile.shape[1]))
     inner, outer = scaling
     for block, z in _blocks(tile, wide):
@@ -611,7 +627,7 @@ def gradient_(
             tile[block] = z
 
 
-# The kernels of head_kernels.py as operators, so that a simulation knows them without Triton.
+# The kernels of head_kernels.py are registered as operators, so that simulations run without Triton.
 
 
 @torch.library.custom_op("weft::head_fold", mutates_args=("lse", "entropy", "picked", "largest"))
@@ -647,7 +663,8 @@ for _operator in (_fold_kernel, _softmax_gradient_kernel, _gradient_kernel):
 
 
 def has_kernel(tile: Tensor) -> bool:
-    """Whether the kernels of head_kernels.py take this tile: 16 bits, on CUDA, and right where they were tried."""
+    """Whether the kernels of head_kernels.py can process this tile: it is 16-bit, on CUDA, and the kernels passed
+    check_kernels."""
     if device_kind(tile.device) != "cuda" or tile.dtype not in (torch.bfloat16, torch.float16):
         return False
     return is_simulated() or check_kernels(tile.device, tile.dtype)
@@ -655,8 +672,8 @@ def has_kernel(tile: Tensor) -> bool:
 
 @functools.cache
 def check_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels of head_kernels.py run on this device and equal the operations of this file, within the
-    rounding of the tile's dtype; tried once, on a small tile. Warns where they do not."""
+    """Whether the kernels of head_kernels.py run on this device and equal the operations of this file, up to rounding
+    in `dtype`. Compares once, on a small tile, and warns if they differ."""
     scalings = (Scaling(0.5, None), Scaling(0.1, 20.0))
     return try_kernels(
         "the head computes", device, lambda: max(_differences(device, dtype, scaling) for scaling in scalings)
@@ -664,8 +681,8 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _differences(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> float:
-    """The largest difference between each kernel and the operations that it replaces, in units of what the dtype's
-    rounding allows; infinite if one is not finite."""
+    """The largest difference between a kernel and the operations that it replaces, as a multiple of the tolerance for
+    rounding. Infinite if a result is not finite."""
     from weft.ops import head_kernels
 
     columns, inner, outer = 5000, *scaling
@@ -680,19 +697,19 @@ def _differences(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> 
     out = torch.zeros(4, 3, device=device)
     head_kernels.fold(x, targets, out[0], out[1], out[2], out[3], outer)
     pairs += zip(out, (lse, entropy, picked, z.amax(1).clamp(min=0.0)), strict=True)
-    out, of_kernel, of_torch = torch.zeros(2, 3, device=device), x.clone(), x.clone()
-    head_kernels.softmax_gradient(of_kernel, targets, g, out[0], out[1], inner, outer)
-    softmax_gradient_(of_torch, targets, g, torch.empty_like(lse), torch.empty_like(lse), scaling)
-    pairs += [(out[0], lse), (out[1], picked), (of_kernel, of_torch)]
+    out, kernel_grad, torch_grad = torch.zeros(2, 3, device=device), x.clone(), x.clone()
+    head_kernels.softmax_gradient(kernel_grad, targets, g, out[0], out[1], inner, outer)
+    softmax_gradient_(torch_grad, targets, g, torch.empty_like(lse), torch.empty_like(lse), scaling)
+    pairs += [(out[0], lse), (out[1], picked), (kernel_grad, torch_grad)]
     for g_entropy in (None, g.flip(0)):
-        of_kernel, of_torch = x.clone(), x.clone()
-        head_kernels.gradient(of_kernel, targets, lse, g, g_entropy, entropy, inner, outer)
-        gradient_(of_torch, targets, _Upstream(g, g_entropy, lse, entropy), scaling)
-        pairs.append((of_kernel, of_torch))
+        kernel_grad, torch_grad = x.clone(), x.clone()
+        head_kernels.gradient(kernel_grad, targets, lse, g, g_entropy, entropy, inner, outer)
+        gradient_(torch_grad, targets, _Upstream(g, g_entropy, lse, entropy), scaling)
+        pairs.append((kernel_grad, torch_grad))
     worst = 0.0
     for result, truth in pairs:
         step = torch.finfo(torch.float32).eps * 64 if result.dtype == torch.float32 else torch.finfo(dtype).eps * 2
-        allowed = step * (truth.float().abs() + 1e-4)  # gradients far below the largest may underflow
+        allowed = step * (truth.float().abs() + 1e-4)  # gradients far below the largest gradient may underflow
         difference = ((result.float() - truth.float()).abs() / allowed).max()
         worst = max(worst, float(difference) if bool(difference.isfinite()) else float("inf"))
     return worst
@@ -713,7 +730,7 @@ def tanh_slope_(x: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be wider than a and b: the product is then not rounded to their dtype."""
+    """total += a @ b. If total is wider than a and b, the product is not rounded to their dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -729,7 +746,7 @@ def _multiply_wide(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _widen(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Both factors in the sum's dtype, some of the inner dimension at a time."""
+    """total += a @ b with both factors converted to the sum's dtype, for a part of the inner dimension at a time."""
     step = max(1, block_bytes(device_kind(total.device)) // (4 * (a.shape[0] + b.shape[1])))
     for inner in slices(a.shape[1], step):
         total.addmm_(a[:, inner].to(total.dtype), b[inner].to(total.dtype))
@@ -737,28 +754,32 @@ def _widen(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _wide_product(device: torch.device | None, narrow: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """The fastest way to add a product of this dtype to an fp32 sum without rounding it: torch's CUDA library has
-    products with a wider result (torch 2.11 and later: addmm, 2.8: mm); tried once. device: None in a simulation."""
+    """The fastest function that adds a product of dtype `narrow` to an fp32 sum without rounding it first. device: None
+    in a simulation.
+
+    On CUDA torch has matmuls with a wider result dtype: mm since torch 2.8, addmm since 2.11. Each is tried once.
+    """
     if device is None:
         return _accumulate
-    ways = (_accumulate, _multiply_wide) if device.type == "cuda" else ()
-    for way in ways:
+    candidates = (_accumulate, _multiply_wide) if device.type == "cuda" else ()
+    for candidate in candidates:
         total = torch.ones(16, 16, device=device)
-        # 1 + 2^-12 has more digits than 16 bits hold.
+        # The product is 1 + 2^-12, which no 16-bit dtype represents.
         a = torch.full((16, 32), 2.0**-5, device=device, dtype=narrow)
         b = torch.full((32, 16), 1.0, device=device, dtype=narrow)
         b[0] += 2.0**-7
         try:
-            way(total, a, b)
+            candidate(total, a, b)
         except (RuntimeError, NotImplementedError, TypeError):
             continue
         if bool((total == 2.0 + 2.0**-12).all()):
-            return way
+            return candidate
     return _widen
 
 
 class WideSum:
-    """A sum of matrix products, kept in `wide` if the dtype of `out` is narrower, and written to `out` at the end."""
+    """A sum of matmuls. It is accumulated in dtype `wide` if the dtype of `out` is narrower, and written to `out` at
+    the end."""
 
     def __init__(self, out: Tensor, wide: torch.dtype) -> None:
         self.out, self._first = out, True

@@ -1,8 +1,8 @@
-"""The head's elementwise work on a tile of logits as one Triton kernel each, where the operations of `head.py` read and
-write the tile several times in fp32.
+"""Triton kernels for the head's elementwise work on a tile of logits. The operations of head.py read and write the tile
+several times in fp32; a kernel reads it in 16 bits.
 
-A tile [t, v] is read and written in its own 16-bit dtype; arithmetic is in fp32. One program has one row. Imported only
-where Triton is; head.py tries each kernel against its own operations before a run uses it.
+A kernel reads and writes a tile [t, v] in its 16-bit dtype, and computes in fp32. One program processes one row. This
+file is imported only if Triton is installed. head.py compares each kernel with its operations before a run uses it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096  # columns that a program has at a time: 16 values for each of 256 threads
+_BLOCK = 4096  # columns that a program processes together: 16 values for each of 256 threads
 
 
 @triton.jit
@@ -56,14 +56,14 @@ def _fold(
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         z = tl.where(inside, _load(logits, column, inside, outer, CAPPED), -float("inf"))
-        now = tl.maximum(top, tl.max(z, 0))
-        shift = tl.where(top == -float("inf"), 0.0, top - now)
-        share = tl.where(top == -float("inf"), 0.0, tl.exp(top - now))
-        d = z - now
+        new_top = tl.maximum(top, tl.max(z, 0))
+        shift = tl.where(top == -float("inf"), 0.0, top - new_top)
+        share = tl.where(top == -float("inf"), 0.0, tl.exp(top - new_top))
+        d = z - new_top
         e = tl.exp(d)
         weighted = share * (weighted + shift * total) + tl.sum(e * tl.where(e > 0.0, d, 0.0), 0)
         total = share * total + tl.sum(e, 0)
-        top = now
+        top = new_top
     tl.store(lse + row, top + tl.log(total))
     tl.store(entropy + row, tl.log(total) - weighted / total)
     tl.store(largest + row, tl.maximum(tl.load(largest + row), top))
@@ -80,7 +80,7 @@ def _softmax_gradient(
     row = tl.program_id(0).to(tl.int64)
     logits = tile + row * stride
     target = tl.load(targets + row)
-    if (target >= 0) & (target < columns):  # before the first reduction, and so before anything is overwritten
+    if (target >= 0) & (target < columns):  # must come first: later this program overwrites its row
         tl.store(picked + row, _load(logits, target, True, outer, CAPPED))
     top = -float("inf")
     total = 0.0
@@ -88,9 +88,9 @@ def _softmax_gradient(
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         z = tl.where(inside, _load(logits, column, inside, outer, CAPPED), -float("inf"))
-        now = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.where(top == -float("inf"), 0.0, tl.exp(top - now)) + tl.sum(tl.exp(z - now), 0)
-        top = now
+        new_top = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.where(top == -float("inf"), 0.0, tl.exp(top - new_top)) + tl.sum(tl.exp(z - new_top), 0)
+        top = new_top
     tl.store(lse + row, top + tl.log(total))
     g = tl.load(direction + row)
     for start in range(0, columns, BLOCK):
@@ -117,18 +117,18 @@ def _gradient(
         inside = column < columns
         z, slope = _load_with_slope(logits, column, inside, inner, outer, CAPPED)
         log_p = z - total
-        towards = -g
+        factor = -g
         if ENTROPY:
-            towards = -(tl.load(entropy + row) * (log_p + tl.load(value + row)) + g)
-        gradient = (tl.where(column == target, g, 0.0) + towards * tl.exp(log_p)) * slope
+            factor = -(tl.load(entropy + row) * (log_p + tl.load(value + row)) + g)
+        gradient = (tl.where(column == target, g, 0.0) + factor * tl.exp(log_p)) * slope
         tl.store(logits + column, gradient.to(tile.dtype.element_ty), mask=inside)
 
 
 def fold(
     tile: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, picked: Tensor, largest: Tensor, outer: float | None
 ) -> None:
-    """Values of the rows of a tile [t, v]: overwrites lse and entropy [t]; picked [t] where the target is one of its
-    columns; raises largest [t] to the largest logit."""
+    """Compute values of the rows of a tile [t, v]. Overwrites lse and entropy [t], and picked [t] for targets inside
+    the columns. largest [t] becomes the maximum of itself and the row's largest logit."""
     _fold[(len(tile),)](
         tile, tile.stride(0), tile.shape[1], targets, lse, entropy, picked, largest, outer or 1.0,
         CAPPED=outer is not None, BLOCK=_BLOCK, num_warps=8,
@@ -138,8 +138,8 @@ def fold(
 def softmax_gradient(
     tile: Tensor, targets: Tensor, direction: Tensor, lse: Tensor, picked: Tensor, inner: float, outer: float | None
 ) -> None:
-    """Overwrites a tile of whole rows [t, V] with the gradient for `direction` [t] of the log-probabilities; lse and
-    picked as in `fold`."""
+    """Overwrite a tile of complete rows [t, V] with its gradient for the upstream gradient `direction` [t] of the
+    log-probabilities. Fills lse and picked as `fold` does."""
     _softmax_gradient[(len(tile),)](
         tile, tile.stride(0), tile.shape[1], targets, direction, lse, picked, inner, outer or 1.0,
         CAPPED=outer is not None, BLOCK=_BLOCK, num_warps=8,
@@ -150,8 +150,8 @@ def gradient(
     tile: Tensor, targets: Tensor, lse: Tensor, logprob: Tensor, entropy: Tensor | None, value: Tensor | None,
     inner: float, outer: float | None,
 ) -> None:  # fmt: skip
-    """Overwrites a tile [t, v] with the gradient for upstream gradients [t] of log-probabilities and entropies. lse,
-    value: [t], of the whole rows."""
+    """Overwrite a tile [t, v] with its gradient. logprob, entropy: upstream gradients [t] of log-probabilities and
+    entropies. lse, value: log-sum-exp and entropy [t] of the complete rows."""
     _gradient[(len(tile),)](
         tile, tile.stride(0), tile.shape[1], targets, lse, logprob, logprob if entropy is None else entropy,
         lse if value is None else value, inner, outer or 1.0,

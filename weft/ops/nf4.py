@@ -1,11 +1,10 @@
-"""4-bit NormalFloat (NF4) with scales that are quantised in turn: QLoRA's storage of weights (Dettmers et al. 2023,
-arXiv:2305.14314), with the bytes that bitsandbytes would store.
+"""4-bit NormalFloat (NF4) with double quantisation: QLoRA's storage of weights (Dettmers et al. 2023,
+arXiv:2305.14314). The stored bytes equal those of bitsandbytes.
 
-A weight is cut along its last dimension into blocks of 64 elements. An element is one of 16 levels times the largest
-magnitude of its block, its scale. Scales, less their mean over the whole weight, are 8-bit floating-point numbers
-(Dettmers et al. 2022, arXiv:2110.02861) times the largest magnitude of 256 consecutive scales. A weight takes 4 + 8/64
-+ 32/16384 bits an element. Weights are [..., n].
-"""
+A weight [..., n] is split along its last dimension into blocks of 64 elements. An element is one of 16 levels x the
+scale of its block, the block's largest magnitude. The mean over the full weight is subtracted from the scales. The
+differences are stored as 8-bit floating-point numbers (Dettmers et al. 2022, arXiv:2110.02861) x the largest magnitude
+of 256 consecutive differences. An element takes 4 + 8/64 + 32/16384 bits."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from weft.launch.simulated import on_host
 
-BLOCK = 64  # elements with one scale
-GROUP = 256  # scales with one scale
-_SLAB = 1 << 24  # elements that are dequantised at once, which takes 10 bytes for each
-BYTES = 0.5 + 1 / BLOCK + 4 / (BLOCK * GROUP)  # an element
+BLOCK = 64  # elements that share a scale
+GROUP = 256  # scales that share a scale
+_SLAB = 1 << 24  # elements that are dequantised together; this needs 10 bytes per element
+BYTES = 0.5 + 1 / BLOCK + 4 / (BLOCK * GROUP)  # bytes per element
 # Quantiles of a normal distribution, made symmetric about an exact 0 (appendix E of the paper).
 _LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -30,8 +29,8 @@ _LEVELS = (
 
 
 def _scale_levels() -> list[float]:
-    """The 256 values of an 8-bit number with a sign and an exponent of as many bits as it needs: in each decade from
-    1e-6, twice as many as in the one below."""
+    """The 256 values of a "dynamic" 8-bit number: sign, exponent and mantissa, where the exponent has a variable number
+    of bits. Each decade from 1e-6 to 1 has twice as many values as the decade below it."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
@@ -40,11 +39,12 @@ def _scale_levels() -> list[float]:
     return sorted(values)
 
 
-_SCALE_LEVELS = _scale_levels()  # here, not in a simulation, whose tensors have no values
+_SCALE_LEVELS = _scale_levels()  # computed at import, because tensors have no values inside a simulation
 
 
 class ScaleGroups(NamedTuple):
-    """What the scales of a whole weight are relative to. largest: [groups] fp32, of 256 scales each. mean: of all."""
+    """The numbers needed to decode the scales of a full weight. largest: [groups] fp32, the largest magnitude of each
+    256 centred scales. mean: of all scales."""
 
     largest: Tensor
     mean: Tensor
@@ -52,19 +52,20 @@ class ScaleGroups(NamedTuple):
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """([16] levels, [256, 2] levels of both codes of a byte, whose upper half is the first, [256] levels of scales)."""
-    with on_host():  # in a simulation, too, these have values, and are no tensors of the step
+    """([16] levels, [256, 2] levels of both codes of each byte, [256] levels of scales). The first code of a byte is in
+    the upper four bits."""
+    with on_host():  # even in a simulation these need values, and must not count as tensors of the step
         levels = torch.tensor(_LEVELS, device=device)
         return levels, torch.cartesian_prod(levels, levels), torch.tensor(_SCALE_LEVELS, device=device)
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
-    """uint8 index of the level that is nearest to each value."""
+    """uint8 index of the level nearest to each value."""
     return torch.bucketize(values, (levels[:-1] + levels[1:]) / 2.0, out_int32=True).to(torch.uint8)
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """([..., n / 2] uint8 codes, two a byte; [..., n / 64] fp32 scales). n: a multiple of 64."""
+    """([..., n / 2] uint8 codes, two per byte; [..., n / 64] fp32 scales). n must be a multiple of 64."""
     blocks = weight.float().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     codes = _nearest(blocks * (1.0 / scales.clamp(min=1e-38))[..., None], _tables(weight.device)[0]).flatten(-2)
@@ -72,8 +73,8 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_scales(scales: Tensor) -> tuple[Tensor, ScaleGroups]:
-    """(uint8 codes, what they are relative to), of all scales of a weight."""
-    mean = scales.double().mean().float()  # in fp32 its last bits depend on the device and the number of threads
+    """(uint8 codes of the scales, the numbers to decode them). scales: all scales of a weight."""
+    mean = scales.double().mean().float()  # an fp32 mean would depend on the device and the number of threads
     centred = (scales - mean).flatten()
     groups = torch.nn.functional.pad(centred, (0, -len(centred) % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(-1)
@@ -82,7 +83,7 @@ def quantise_scales(scales: Tensor) -> tuple[Tensor, ScaleGroups]:
 
 
 def dequantise_scales(codes: Tensor, groups: ScaleGroups, index: Tensor) -> Tensor:
-    """fp32 scales. index: of each scale among those of the whole weight, in the shape of `codes`."""
+    """fp32 scales, in the shape of `codes`. index: index of each scale among all scales of the full weight."""
     levels = _tables(codes.device)[2]
     return levels[codes.int()] * groups.largest[index // GROUP] + groups.mean
 
@@ -92,13 +93,13 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     pairs = _tables(codes.device)[1]
     out = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
     rows = max(1, _SLAB * len(codes) // max(1, out.numel()))
-    for slab, of_slab, scale in zip(out.split(rows), codes.split(rows), scales.split(rows), strict=True):
-        values = pairs[of_slab.int()].flatten(-2).unflatten(-1, (-1, BLOCK))
+    for slab, slab_codes, scale in zip(out.split(rows), codes.split(rows), scales.split(rows), strict=True):
+        values = pairs[slab_codes.int()].flatten(-2).unflatten(-1, (-1, BLOCK))
         slab.copy_(values.mul_(scale[..., None]).flatten(-2))
     return out
 
 
 def is_usual(levels: Tensor, scale_levels: Tensor) -> bool:
-    """Whether these are the levels of this format. levels: [16]. scale_levels: [256]."""
+    """Whether these equal the levels of this format. levels: [16]. scale_levels: [256]."""
     usual = _tables(levels.device)
     return torch.equal(levels.float(), usual[0]) and torch.equal(scale_levels.float(), usual[2])

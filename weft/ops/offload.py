@@ -1,7 +1,7 @@
-"""Results that recomputation keeps, stored on the host between a layer's forward and its backward.
+"""Offloads activations: what recomputation keeps of a layer is on the host between the layer's forward and backward.
 
-Copies run on a stream of their own, beside the computation: a layer's results go to the host while the next layers
-compute, and come back one layer before backward needs them.
+Copies run on a separate stream. A layer's tensors are copied to the host while the next layers compute. They are copied
+back one layer before backward needs them.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-LAYERS_IN_FLIGHT = 2  # layers whose results are on the device, too, because their copies may still run
-PAGE = 1 << 18  # bytes: what a tensor takes on the host is a multiple
+LAYERS_IN_FLIGHT = 2  # layers whose tensors are still on the device, because their copies may be running
+PAGE = 1 << 18  # bytes; host memory of a tensor is a multiple of this
 _CHUNK_PAGES = 256
-NARROW = 8  # results that are so much smaller than hidden states stay on the device
+NARROW = 8  # tensors smaller than the hidden states by this factor stay on the device
 
 
 class Copies(Protocol):
-    """Copies between host and device, in the order in which they are started."""
+    """Copies between host and device. They run in the order in which they were started."""
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Start to copy (target, source) pairs, after what has been computed so far. Returns an event."""
+        """Start copies of (target, source) pairs. They begin after all computations queued so far. Returns an event."""
 
     def wait(self, event: Any) -> None:
-        """Let later computations begin after the event's copies."""
+        """Make later computations wait for the copies of this event."""
 
 
 class ImmediateCopies:
-    """Copies of a device that has no streams, such as the CPU."""
+    """Copies for a device without streams, such as the CPU."""
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             target.copy_(source)
 
     def wait(self, event: None) -> None:
-        """Nothing: the copies are done."""
+        """Do nothing: start() has completed the copies."""
 
 
 class StreamCopies:
-    """Copies on one CUDA stream, so that a page that is given back is not overwritten before it was read."""
+    """Copies on one CUDA stream. Their order ensures that a returned page is not overwritten before it was read."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -64,20 +64,20 @@ class StreamCopies:
 
 
 class HostPages:
-    """Host memory in pages, pinned for CUDA. It grows in chunks, which stay, because pinning is slow."""
+    """Host memory in pages, pinned for CUDA. It grows in chunks and never shrinks, because pinning is slow."""
 
     def __init__(self, limit: int | None, *, pinned: bool) -> None:
-        """limit: bytes, at most; None for no limit."""
-        self._most, self._pinned = None if limit is None else -(-limit // PAGE), pinned
+        """limit: most bytes; None for no limit."""
+        self._max_pages, self._pinned = None if limit is None else -(-limit // PAGE), pinned
         self._chunks: list[Tensor] = []
         self._idle: list[int] = []
         self._pages = 0
-        self._lock = threading.Lock()  # backward gives pages back in a thread of autograd
+        self._lock = threading.Lock()  # autograd's threads return pages in backward
 
     @property
     def limit(self) -> int | None:
-        """The most bytes; None for no limit."""
-        return None if self._most is None else self._most * PAGE
+        """The most bytes of the pool; None for no limit."""
+        return None if self._max_pages is None else self._max_pages * PAGE
 
     @property
     def used(self) -> int:
@@ -85,28 +85,28 @@ class HostPages:
         return (self._pages - len(self._idle)) * PAGE
 
     def take(self, size: int) -> list[int] | None:
-        """Numbers of pages for so many bytes; None if the limit allows no more."""
+        """Indices of pages for `size` bytes. None if the limit allows no more pages."""
         count = -(-size // PAGE)
         with self._lock:
             while len(self._idle) < count:
-                rest = _CHUNK_PAGES if self._most is None else min(_CHUNK_PAGES, self._most - self._pages)
-                if rest <= 0:
+                added = _CHUNK_PAGES if self._max_pages is None else min(_CHUNK_PAGES, self._max_pages - self._pages)
+                if added <= 0:
                     return None
-                self._chunks.append(torch.empty(rest * PAGE, dtype=torch.uint8, pin_memory=self._pinned))
-                self._idle += range(self._pages, self._pages + rest)
-                self._pages += rest
+                self._chunks.append(torch.empty(added * PAGE, dtype=torch.uint8, pin_memory=self._pinned))
+                self._idle += range(self._pages, self._pages + added)
+                self._pages += added
             self._idle.sort()
             pages, self._idle = self._idle[:count], self._idle[count:]
         return pages
 
     def give(self, pages: Sequence[int]) -> None:
-        """Return pages."""
+        """Return pages to the pool."""
         with self._lock:
             self._idle += pages
 
     def pieces(self, pages: Sequence[int], size: int) -> Iterator[Tensor]:
-        """The bytes of pages, as few pieces as possible: uint8, together `size` long. Pages of all chunks but the last
-        have numbers that begin at multiples of _CHUNK_PAGES."""
+        """The first `size` bytes of these pages, as few uint8 tensors as possible. (Every chunk but the last has
+        _CHUNK_PAGES pages, so an index gives chunk and offset.)"""
         runs = groupby(enumerate(pages), lambda pair: (pair[1] - pair[0], pair[1] // _CHUNK_PAGES))
         for _, group in runs:
             run = [page for _, page in group]
@@ -118,8 +118,9 @@ class HostPages:
 
 @dataclass
 class Traffic:
-    """What an engine's layers have copied since it was built. sent, fetched: tensors to and from the host; bytes: sent.
-    stayed: tensors that the pool had no room for. most_in_flight: layers whose copies to the host ran at once."""
+    """Counts of an engine's copies since it was built. sent, fetched: tensors copied to and from the host. bytes:
+    copied to the host. stayed: tensors that stayed on the device because the pool was full. most_in_flight: the largest
+    number of layers with simultaneous copies to the host."""
 
     sent: int = 0
     fetched: int = 0
@@ -129,10 +130,10 @@ class Traffic:
 
 
 class ActivationOffload:
-    """The transfers of one engine's layers."""
+    """The activation offload of one engine's layers."""
 
     def __init__(self, *, kept: bool) -> None:
-        """kept: move all that recomputation keeps; else hidden states alone."""
+        """kept: whether to offload all results that recomputation keeps, or only the layers' inputs."""
         self.kept, self.traffic = kept, Traffic()
         self._copies: Copies = ImmediateCopies()
         self._pages = HostPages(None, pinned=False)
@@ -140,7 +141,8 @@ class ActivationOffload:
         self._last: HostedLayer | None = None
 
     def open(self, device: torch.device, limit: int | None, copies: Copies | None = None) -> None:
-        """Choose the copies for a device, and bound the host's pool. limit: bytes; None for no bound."""
+        """Choose the implementation of copies for a device, and limit the host's pool. limit: bytes; None for no
+        limit."""
         cuda = device.type == "cuda" and torch.cuda.is_available()
         self._copies = copies or (StreamCopies(device) if cuda else ImmediateCopies())
         self._pages = HostPages(limit, pinned=cuda)
@@ -152,15 +154,16 @@ class ActivationOffload:
 
     @property
     def limit(self) -> int | None:
-        """The most bytes that the pool may have; None for no bound."""
+        """The most bytes of the host's pool; None for no limit."""
         return self._pages.limit
 
     def begin_row(self) -> None:
-        """Say that the next layer is the first of a forward: backward needs no other before it."""
+        """Mark the next layer as the first of a forward, so that its backward prefetches no earlier layer."""
         self._last = None
 
     def layer(self, hidden: Tensor) -> HostedLayer:
-        """The transfers of a layer that begins. hidden: its input. At most LAYERS_IN_FLIGHT are in flight with it."""
+        """The offload of a layer that begins. hidden: its input. Waits until at most LAYERS_IN_FLIGHT layers, with this
+        one, have running copies."""
         while len(self._flying) >= LAYERS_IN_FLIGHT:
             self._flying.popleft().finish()
         self._last = HostedLayer(self, hidden, None if self._last is None else ref(self._last))
@@ -169,7 +172,7 @@ class ActivationOffload:
         return self._last
 
     def send(self, tensor: Tensor) -> HostedTensor | None:
-        """Start to copy a tensor to the host; None if it has no room."""
+        """Start to copy a tensor to the host. None if the pool is full."""
         pages = self._pages.take(tensor.nbytes)
         if pages is None:
             self.traffic.stayed += 1
@@ -180,17 +183,19 @@ class ActivationOffload:
 
 
 class HostedLayer:
-    """One run of a layer. previous: the layer before it in the same forward. It refers weakly to its tensors, which
-    the graph of backward owns, so that they go with the graph."""
+    """The offload of one run of a layer. previous: the layer before it in the same forward.
+
+    References to the tensors are weak. The autograd graph owns the tensors, so they are freed with the graph.
+    """
 
     def __init__(self, owner: ActivationOffload, hidden: Tensor, previous: ref[HostedLayer] | None) -> None:
         self._owner, self._previous = owner, previous
-        self._hidden, self._least = hidden.untyped_storage()._cdata, hidden.nbytes // NARROW
+        self._hidden, self._narrow_bytes = hidden.untyped_storage()._cdata, hidden.nbytes // NARROW
         self._tensors: list[ref[HostedTensor]] = []
 
     def hosted(self, tensor: Tensor, *, narrow: bool = True) -> HostedTensor | None:
-        """The tensor on the host; None if it stays. narrow: let it stay if it is narrow."""
-        if narrow and tensor.nbytes < self._least:
+        """The tensor on the host; None if it stays on the device. narrow: whether narrow tensors stay."""
+        if narrow and tensor.nbytes < self._narrow_bytes:
             return None
         item = self._owner.send(tensor)
         if item is not None:
@@ -198,7 +203,7 @@ class HostedLayer:
         return item
 
     def hidden_to_host(self) -> AbstractContextManager[Any]:
-        """Inside, torch.utils.checkpoint saves the layer's input on the host."""
+        """A context in which torch.utils.checkpoint saves the layer's input on the host."""
 
         def pack(tensor: Tensor) -> Tensor | HostedTensor:
             is_hidden = tensor.untyped_storage()._cdata == self._hidden
@@ -216,12 +221,12 @@ class HostedLayer:
         return saved_tensors_hooks(pack, unpack)
 
     def fetch(self) -> None:
-        """Start to copy back what is on the host alone."""
+        """Start to copy tensors back that are only on the host."""
         for item in self._alive():
             item.fetch()
 
     def finish(self) -> None:
-        """Wait for the copies to the host, and free the memory of the device."""
+        """Wait for the copies to the host, and free the device memory."""
         for item in self._alive():
             item.finish()
 
@@ -230,48 +235,48 @@ class HostedLayer:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The tensor without a graph, counting changes in place with it."""
-    # In a dispatch mode it does so only if this key is not excluded.
+    """An alias of the tensor without a graph. It shares the version counter, so in-place changes can be detected."""
+    # Inside a dispatch mode this dispatch key is excluded, and detach() would give the alias its own version counter.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 class HostedTensor:
-    """A tensor's values on the host, and on the device while copies run."""
+    """A tensor whose values are on the host, and on the device while a copy runs."""
 
     def __init__(self, owner: ActivationOffload, tensor: Tensor, pages: list[int]) -> None:
         self._owner, self._pages = owner, pages
         self._source: Tensor | None = alias_of(tensor)
         self._version = self._source._version
         self._device, self._dtype, self._size, self._bytes = tensor.device, tensor.dtype, tensor.size(), tensor.nbytes
-        self._stride = torch.empty_like(tensor, device="meta").stride()  # of a dense tensor
+        self._stride = torch.empty_like(tensor, device="meta").stride()  # strides of a dense tensor of this layout
         self._fetched: tuple[Tensor, Any] | None = None
         dense = self._source if self._source.stride() == self._stride else self._source.clone()
         self._event = owner._copies.start(self._pairs(dense, to_host=True))
 
     def _pairs(self, dense: Tensor, *, to_host: bool) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of the copies between a dense tensor of the device and the pages."""
+        """(target, source) pairs of the copies between a dense device tensor and the pages."""
         flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-        pieces = list(self._owner._pages.pieces(self._pages, self._bytes))
-        parts = flat.split([len(piece) for piece in pieces])
-        return list(zip(pieces, parts, strict=True) if to_host else zip(parts, pieces, strict=True))
+        on_host = list(self._owner._pages.pieces(self._pages, self._bytes))
+        on_device = flat.split([len(piece) for piece in on_host])
+        return list(zip(on_host, on_device, strict=True) if to_host else zip(on_device, on_host, strict=True))
 
     def finish(self) -> None:
-        """Wait for the copy to the host, and drop the tensor of the device."""
+        """Wait for the copy to the host, and free the device tensor."""
         if self._source is not None:
             self._check()
             self._owner._copies.wait(self._event)
             self._source = None
 
     def fetch(self) -> None:
-        """Start to copy the values back, if they are on the host alone."""
+        """Start to copy the values back, if they are only on the host."""
         if self._source is None and self._fetched is None:
             dense = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
             self._fetched = dense, self._owner._copies.start(self._pairs(dense, to_host=False))
             self._owner.traffic.fetched += 1
 
     def restore(self) -> Tensor:
-        """The tensor on the device. Another call copies it again."""
+        """The tensor on the device. Each call copies it again, if it is only on the host."""
         if self._source is not None:
             self._check()
             return self._source.detach()
@@ -284,13 +289,13 @@ class HostedTensor:
     def _check(self) -> None:
         if self._source is not None and self._source._version != self._version:
             raise RuntimeError(
-                "The model's code has changed a tensor in place that is copied to the host: set "
+                "The model's code changed a tensor in place while weft copied it to the host. Set "
                 "model.offload_activations=off."
             )
 
     def __del__(self) -> None:
-        # Memory of the device may be used again only after copies from it and to it; pages, after what was started
-        # before, because copies keep their order.
+        # Later computations may reuse the device memory only after the copies that read or write it. Pages can be
+        # returned at once, because later copies run after the ones already started.
         if self._source is not None:
             self._owner._copies.wait(self._event)
         if self._fetched is not None:

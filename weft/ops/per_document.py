@@ -13,15 +13,16 @@ from torch.autograd.function import once_differentiable
 
 from weft.ops.attention_call import Call
 
-# The most queries of a block, for documents with more keys than queries: bounds the scores held at a time. A document
-# with fewer has two blocks, which computes fewer scores, so that short documents of checks take the way of long ones.
+# The most queries of a block, for documents with more keys than queries. It limits the memory for scores. A document
+# with fewer queries is split into two blocks, so that the short documents of checks run the same code as long
+# documents.
 _QUERIES = 512
 
 
 def per_document(call: Call) -> Tensor:
-    """Attention document by document: the reference in fp32, and the fastest on CPU.
+    """Attention of each document separately, [B, H, T, E]: the reference in fp32, and the fastest kernel on CPU.
 
-    Neighbours of equal length run as one batch; rows have many, because their documents are sorted (plan_step).
+    Neighbouring documents of equal length run as one batch. plan_step sorts the documents of a row, so rows have many.
     """
     if call.bounds.last_seen is not None:
         return _with_images(call, call.bounds.last_seen)
@@ -29,39 +30,40 @@ def per_document(call: Call) -> Tensor:
         return _single(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
     if call.bounds.key_lengths is not None:
         return _later_parts(call, call.bounds.lengths, call.bounds.key_lengths)
-    runs = [(length, len(list(same))) for length, same in groupby(call.bounds.lengths)]
+    runs = [(length, len(list(equal))) for length, equal in groupby(call.bounds.lengths)]
     tokens = [length * count for length, count in runs]
     split = [x.split(tokens, dim=2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)]
     results = []
-    for (_, count), parts in zip(runs, zip(*split, strict=True), strict=True):
-        out = _single(call, *(part[0].unflatten(1, (count, -1)).transpose(0, 1) for part in parts))
+    for (_, count), tensors in zip(runs, zip(*split, strict=True), strict=True):
+        out = _single(call, *(x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in tensors))
         results.append(out.transpose(1, 2).flatten(0, 1))
     return (results[0] if len(results) == 1 else torch.cat(results))[None].transpose(1, 2)
 
 
 def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
-    """Attention of documents with more keys than queries; the queries are a document's last tokens. Neighbours of equal
+    """Attention of documents with more keys than queries. The queries are a document's last tokens. Neighbours of equal
     lengths run as one batch."""
-    runs = [(sizes, len(list(same))) for sizes, same in groupby(zip(lengths, key_lengths, strict=True))]
+    runs = [(sizes, len(list(equal))) for sizes, equal in groupby(zip(lengths, key_lengths, strict=True))]
     query = call.query_BHTD.split([queries * count for (queries, _), count in runs], 2)
     key, value = (x.split([keys * count for (_, keys), count in runs], 2) for x in (call.key_BKTD, call.value_BKTE))
-    parts = []
+    results = []
     for (sizes, count), tensors in zip(runs, zip(query, key, value, strict=True), strict=True):
         q, k, v = (x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in tensors)
         out = _single(call, q, k, v) if sizes[0] == sizes[1] else _InBlocks.apply(q, k, v, call.sinks_H, call)
-        parts.append(out.transpose(1, 2).flatten(0, 1))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None].transpose(1, 2)
+        results.append(out.transpose(1, 2).flatten(0, 1))
+    return (results[0] if len(results) == 1 else torch.cat(results))[None].transpose(1, 2)
 
 
 def _with_images(call: Call, last_T: Tensor) -> Tensor:
-    """Attention of documents in which tokens of an image see later ones of it, one document at a time."""
+    """Attention of documents with images, one document at a time. last_T: index of the last token that each token sees;
+    tokens of an image see later tokens of the image."""
     lengths = list(call.bounds.lengths)
     key_lengths = list(call.bounds.key_lengths or lengths)
     tensors = ((call.query_BHTD, lengths), (call.key_BKTD, key_lengths), (call.value_BKTE, key_lengths))
-    parts = zip(*(x.split(sizes, 2) for x, sizes in tensors), strict=True)
+    documents = zip(*(x.split(sizes, 2) for x, sizes in tensors), strict=True)
     starts = accumulate(key_lengths, initial=0)
     lasts = [last - start for last, start in zip(last_T.split(lengths), starts, strict=False)]
-    results = [_explicit(call, q, k, v, call.sinks_H, last) for (q, k, v), last in zip(parts, lasts, strict=True)]
+    results = [_explicit(call, q, k, v, call.sinks_H, last) for (q, k, v), last in zip(documents, lasts, strict=True)]
     return torch.cat(results, 2)
 
 
@@ -78,18 +80,19 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hidden(call: Call, queries: int, keys: int, device: torch.device, last: Tensor | None = None) -> Tensor:
-    """[queries, keys]: keys that a query does not see; the queries are the last of the tokens. last: [queries] index of
-    the last token that each sees; None: itself."""
+    """[queries, keys] bool: whether a query does not see a key. The queries are the last tokens. last: [queries] index
+    of the last token that each query sees; None: itself."""
     index = torch.arange(keys, device=device)
     query_index = index[keys - queries :, None]
-    hidden = index > (query_index if last is None else last[:, None])  # no table of distances, which would be larger
+    # Compares broadcast indices: a table of distances would take 8 bytes per element instead of 1.
+    hidden = index > (query_index if last is None else last[:, None])
     return hidden if call.window is None else hidden | (index <= query_index - call.window)
 
 
 def _explicit(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, last: Tensor | None = None
 ) -> Tensor:
-    """softmax(softcap(q k^T scale) + mask, sinks) v, written out; the softmax in at least fp32."""
+    """softmax(softcap(q k^T scale) + mask, sinks) v, [B, H, T, E]. The softmax is in fp32 or fp64."""
     k, v = _repeated(q, k, v)
     length = q.shape[2]
     scores = q @ k.transpose(2, 3) * call.scaling
@@ -106,8 +109,8 @@ def _explicit(
 
 
 class _InBlocks(torch.autograd.Function):
-    """Attention of queries that are the last of the tokens, by blocks of queries, which backward computes once more. So
-    memory grows with the keys, not with queries x keys."""
+    """Attention whose queries are the last tokens, computed in blocks of queries. Backward computes each block again.
+    So memory grows with the number of keys, not with queries x keys."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, call: Call) -> Tensor:
@@ -125,8 +128,7 @@ class _InBlocks(torch.autograd.Function):
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         sinks_sum = None if sinks_H is None else torch.zeros_like(sinks_H)
         for queries, keys in block_spans(ctx.call, q.shape[2], k.shape[2]):
-            parts = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
-            inputs = [part.detach().requires_grad_() for part in parts]
+            inputs = [x.detach().requires_grad_() for x in (q[:, :, queries], k[:, :, keys], v[:, :, keys])]
             sinks = [] if sinks_H is None else [sinks_H.detach().requires_grad_()]
             with torch.enable_grad():
                 out = _block(ctx.call, *inputs, *(sinks or [None]))
@@ -140,11 +142,11 @@ class _InBlocks(torch.autograd.Function):
 
 def block_spans(call: Call, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """(slice of queries, slice of the keys that they see) of each block."""
-    before, size = keys - queries, min(_QUERIES, -(-queries // 2))
-    for first in range(0, queries, size):
-        end = min(first + size, queries)
-        start = 0 if call.window is None else max(0, before + first - call.window + 1)
-        yield slice(first, end), slice(start, before + end)
+    earlier_keys, size = keys - queries, min(_QUERIES, -(-queries // 2))
+    for start in range(0, queries, size):
+        end = min(start + size, queries)
+        first_key = 0 if call.window is None else max(0, earlier_keys + start - call.window + 1)
+        yield slice(start, end), slice(first_key, earlier_keys + end)
 
 
 def _block(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""The segments of a packed row in which documents share their beginnings.
+"""The segments of a packed row in which documents share prefixes.
 
-A segment is a run of tokens that is forwarded once. A document is the path from a root to its last segment: the tokens
-of each segment follow those of its parent. Segments lie in the row in depth-first order, so a parent comes before its
-children. Padding is a segment of no document. T tokens of the row.
+A segment is a run of tokens that is forwarded once. A document is the path from a root to its last segment. In a
+document, the tokens of a segment follow the tokens of its parent. In the row, segments are in depth-first order, so a
+parent comes before its children. Padding is a segment of no document. T tokens of the row.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = -1  # the parent of a segment with which documents begin
+ROOT = -1  # the parent of a segment without parent
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """lengths: tokens of each segment, in the order of the row. parents: index of each segment's parent, ROOT for none.
-    last_segments: for each document of the row, the segment that its last token is in. cache: tensors by device."""
+    """The segments of a row. lengths: number of tokens of each, in the order of the row. parents: index of each
+    segment's parent, or ROOT. last_segments: for each document of the row, the index of its last segment. cache:
+    tensors by device."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
@@ -40,7 +41,7 @@ class Segments:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """Tokens of each segment's path, without its own: where it begins in its documents."""
+        """For each segment, the number of tokens on its path before it: its position in its documents."""
         counts: list[int] = []
         for parent in self.parents:
             counts.append(0 if parent == ROOT else counts[parent] + self.lengths[parent])
@@ -48,12 +49,13 @@ class Segments:
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment and its path: what its last token sees without a window."""
+        """For each segment, the number of tokens of its path and itself: the keys that its last token sees without a
+        window."""
         return tuple(before + length for before, length in zip(self.before, self.lengths, strict=True))
 
     @cached_property
     def depth_first(self) -> bool:
-        """Whether every segment follows its parent or a descendant of it."""
+        """Whether every segment comes directly after its parent or after a descendant of its parent."""
         path: list[int] = []
         for segment, parent in enumerate(self.parents):
             while path and path[-1] != parent:
@@ -65,12 +67,12 @@ class Segments:
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
-        """Tokens of each document."""
+        """Number of tokens of each document."""
         return tuple(self.key_lengths[segment] for segment in self.last_segments)
 
     @cached_property
     def multiplicities(self) -> tuple[int, ...]:
-        """The number of documents that hold each segment."""
+        """For each segment, the number of documents that contain it."""
         counts = [0] * len(self.lengths)
         for segment in self.last_segments:
             counts[segment] += 1
@@ -80,14 +82,14 @@ class Segments:
         return tuple(counts)
 
     def path(self, segment: int) -> tuple[int, ...]:
-        """The segments before this one in its documents, from the root on."""
+        """The ancestors of this segment, from the root down."""
         ancestors: list[int] = []
         while (segment := self.parents[segment]) != ROOT:
             ancestors.append(segment)
         return tuple(reversed(ancestors))
 
     def tokens_of(self, segments: Sequence[int]) -> Tensor:
-        """[tokens] index in the row of each token of these segments, one after the other."""
+        """[tokens] index in the row of each token of these segments, in the given order."""
         return torch.cat([torch.arange(self.starts[n], self.starts[n] + self.lengths[n]) for n in segments])
 
     def path_tokens(self, segment: int) -> Tensor:
@@ -103,11 +105,11 @@ class Segments:
         return self._cached("documents", device, lambda: self._paths_tokens(self.last_segments))
 
     def multiplicity_T(self, device: torch.device) -> Tensor:
-        """[T] int64: the number of documents that hold each token; 0 for padding."""
+        """[T] int64: the number of documents that contain each token; 0 for padding."""
         return self._cached("multiplicity", device, lambda: self._repeated(torch.tensor(self.multiplicities)))
 
     def holders_DS(self, device: torch.device) -> Tensor:
-        """[documents, segments] fp32: 1 where a document holds a segment."""
+        """[documents, segments] fp32: 1 if the document contains the segment, else 0."""
 
         def make() -> Tensor:
             holders_DS = torch.zeros(len(self.last_segments), len(self.lengths))
@@ -122,7 +124,8 @@ class Segments:
         return self._cached("segment", device, lambda: self._repeated(torch.arange(len(self.lengths))))
 
     def key_shift_T(self, device: torch.device) -> Tensor:
-        """[T] int32: how much further back each token lies in key_tokens, among the keys of its own segment."""
+        """[T] int32: the index of each token in key_tokens, among the keys of its segment, minus its index in the
+        row."""
 
         def make() -> Tensor:
             firsts = accumulate(self.key_lengths, initial=0)
@@ -132,21 +135,22 @@ class Segments:
         return self._cached("shift", device, make)
 
     def after(self, first: int) -> Segments:
-        """The segments from `first` on, as a row of their own; no path may begin before."""
+        """The segments from `first` on, as a separate row. No path may start before `first`."""
         documents = tuple(segment - first for segment in self.last_segments if segment >= first)
         parents = tuple(ROOT if parent == ROOT else parent - first for parent in self.parents[first:])
         return Segments(self.lengths[first:], parents, documents)
 
     def padded(self, tokens: int) -> Segments:
-        """With a segment of padding at the end; the same without tokens."""
+        """These segments and a segment of padding with `tokens` tokens. Unchanged for 0 tokens."""
         if not tokens:
             return self
         return Segments((*self.lengths, tokens), (*self.parents, ROOT), self.last_segments)
 
     def behind(self, pieces: Sequence[int], lengths: Sequence[int]) -> Segments:
-        """With documents in front that share nothing, of which a row has some pieces.
+        """These segments after other documents, which share no prefixes. The row has one or more pieces of each.
 
-        pieces: number of each document's pieces, which become a path. lengths: of all segments of the new row.
+        pieces: number of pieces of each such document. The pieces become a path. lengths: of all segments of the new
+        row.
         """
         parents, documents = list[int](), list[int]()
         for count in pieces:
@@ -162,14 +166,14 @@ class Segments:
         return self.cache[name, device]
 
     def _repeated(self, values: Tensor) -> Tensor:
-        """[T] from one value of each segment."""
+        """[T]: the value of each token's segment."""
         return values.repeat_interleave(torch.tensor(self.lengths), output_size=sum(self.lengths))
 
     def _paths_tokens(self, segments: Sequence[int]) -> Tensor:
-        parts = [self.path_tokens(segment) for segment in segments]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        paths = [self.path_tokens(segment) for segment in segments]
+        return torch.cat(paths) if paths else torch.zeros(0, dtype=torch.int64)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without waiting for the copy."""
+    """A copy of a host tensor on the device, without waiting for it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Logits of chosen tokens, the largest logits, and log-sum-exp, from hidden states, without holding all logits.
+"""Logits of chosen tokens, the largest logits, and log-sum-exp, from hidden states, without materialising all logits.
 
-N predictions, H hidden width, V vocabulary, C chosen tokens of each prediction, K largest. As in head.py, logits are
-computed a tile at a time, and once more in backward.
+N predictions, H hidden width, V vocabulary, C chosen tokens per prediction, K largest logits per prediction, tiles
+[t, v]. As in head.py, logits are computed tile by tile, and again in backward.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def selected_logits(
 ) -> Selected:
     """Selected values of z = transform(hidden @ weight.T + bias) / temperature, with exact gradients.
 
-    hidden: [N, H]. weight: [V, H]. bias: [V] or None. ids: [N, C] int64 in [0, V); one outside gives NaN. top: K, at
-    most V. tile, shard: as in chunked_readouts. Results are fp32 (fp64 for fp64 weights); gradients are zeros, not
-    None, for N = 0.
+    hidden: [N, H]. weight: [V, H]. bias: [V] or None. ids: [N, C] int64 in [0, V); the result for an id outside is NaN.
+    top: K, at most V. tile, shard: as in head.chunked_readouts. Results are fp32 (fp64 for fp64 weights). For N = 0
+    gradients are zeros, not None.
     """
     assert hidden.ndim == 2 and ids.ndim == 2 and len(ids) == len(hidden), (hidden.shape, ids.shape)
     assert top >= 0 and (top <= len(weight) or shard is not None), (top, weight.shape)
@@ -64,7 +64,7 @@ def selected_logits(
 
 
 class _RunningSelection(NamedTuple):
-    """Values of each prediction over the columns seen so far. chosen: NaN until seen."""
+    """Values of each prediction over the columns processed so far. chosen: NaN before the token's column."""
 
     chosen: Tensor
     top: Tensor
@@ -86,8 +86,8 @@ class _RunningSelection(NamedTuple):
         return _RunningSelection(*(values[rows] for values in self))
 
     def joined(self, shard: VocabularyShard) -> _RunningSelection:
-        """The values over the whole vocabulary, from the ranks' parts; collective. Each rank sends its K largest
-        logits."""
+        """The values over the full vocabulary, from the values of all ranks' shards. Collective; each rank sends its K
+        largest logits."""
         ranks, count = shard.ranks, self.top.shape[1]
         largest = self.lse.clone()
         ranks.max_(largest)
@@ -162,7 +162,7 @@ class _Selected(torch.autograd.Function):
 
 
 def _fold(z: Tensor, ids: Tensor, columns: slice, running: _RunningSelection) -> None:
-    """Fold logits z [t, v] of these columns into the running values of their rows; z is overwritten."""
+    """Fold logits z [t, v] of these columns into the running values of their rows. Overwrites z."""
     is_inside, local = local_columns(ids, columns)
     running.chosen.copy_(torch.where(is_inside, z.gather(1, local), running.chosen))
     count = running.top.shape[1]
@@ -177,7 +177,7 @@ def _fold(z: Tensor, ids: Tensor, columns: slice, running: _RunningSelection) ->
 def _gradient_of_tile(
     logits: Logits, rows: slice, columns: slice, ids: Tensor, upstream: Tensor, mass: Tensor | None, lse: Tensor
 ) -> Tensor:
-    """[t, v] gradient with respect to hidden @ weight.T + bias, in the weight's dtype; valid until the next tile.
+    """[t, v] gradient with respect to hidden @ weight.T + bias, in the weight's dtype. The next tile overwrites it.
 
     upstream: gradient of the logits of `ids`. mass: gradient of log-sum-exp, whose derivative is the softmax.
     """

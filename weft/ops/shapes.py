@@ -1,5 +1,5 @@
-"""Kernels that compute nothing, for estimates and simulations: they allocate, save and return the same tensors as real
-kernels whose shapes torch does not know itself. Shapes of attention: see attention_call.py.
+"""Placeholders for kernels in estimates and simulations. They compute nothing, but allocate, save and return the same
+tensors as the real kernels. Only kernels for which torch has no such function are here. Shapes: see attention_call.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.ops.recompute import reuse_in_recompute
 
 
 def shapes_of_flash(call: Call) -> Tensor:
-    """[B, H, T, E] without values, laid out in memory token by token, like the result of varlen attention."""
+    """[B, H, T, E] without values, with the memory layout of varlen attention's result, [B, T, H, E]."""
     out: Tensor = _Flash.apply(call.query_BHTD, call.key_BKTD, call.value_BKTE)
     return out
 
@@ -53,13 +53,13 @@ class _Flash(torch.autograd.Function):
 
 
 class GroupedProducts(TorchDispatchMode):
-    """Inside, grouped matmuls (tokens times the weights of their experts) return shapes for any dtype; torch has them
-    for bf16 only."""
+    """A mode in which grouped matmuls (tokens x weights of their experts) return shapes for any dtype. torch supports
+    only bf16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._grouped_mm.default:
             return func(*args, **(kwargs or {}))
         a, b, ends = args[0], args[1], args[2] if len(args) > 2 else (kwargs or {})["offs"]
-        # The rows of each expert times its matrix, or the gradient of the matrix: a sum over the expert's rows.
+        # Either the rows of each expert x its matrix, or the gradient of each matrix, a sum over the expert's rows.
         shape = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(ends), a.shape[0], b.shape[1])
         return a.new_empty(shape)

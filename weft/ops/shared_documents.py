@@ -1,5 +1,4 @@
-"""Sums over documents that mesh.cp cuts over several ranks: completed over the ranks, and counted once. D documents of
-a row."""
+"""Sums over documents that mesh.cp splits over ranks: summed over the ranks, and counted once. D documents of a row."""
 
 from __future__ import annotations
 
@@ -13,12 +12,11 @@ from weft.ops.communicator import Communicator, all_reduce_autograd
 
 @dataclass(frozen=True, eq=False)
 class SharedDocuments:
-    """The documents of a row that other ranks share.
+    """The documents of a row of which other ranks hold parts.
 
     row_indices: their indices in the row, int64. shared_indices: their indices among all `count` shared documents of
-    the group. counted_indices: indices in the row of the documents that this rank counts; exactly one rank of the group
-    counts each.
-    """
+    the group. counted_indices: indices in the row of all documents that this rank counts. Exactly one rank of the group
+    counts each document."""
 
     row_indices: Tensor
     shared_indices: Tensor
@@ -27,7 +25,8 @@ class SharedDocuments:
     ranks: Communicator
 
     def complete(self, values: Tensor) -> Tensor:
-        """[D, ...] sums over this rank's tokens -> sums over whole documents; differentiable. Collective."""
+        """[D, ...] sums over this rank's tokens of each document -> sums over full documents. Differentiable;
+        collective."""
         total = values.new_zeros(self.count, *values.shape[1:]).index_add(
             0, self.shared_indices, values[self.row_indices]
         )

@@ -1,5 +1,5 @@
-"""SwiGLU of rows that have a weight: silu(gate) up weight. On CUDA in 16 bits a pass over memory each for forward and
-backward, where torch's operations make nine.
+"""Weighted SwiGLU of rows: silu(gate) * up * weight. On CUDA in 16 bits, forward and backward are one kernel each,
+which together make two passes over memory instead of the nine of torch's operations.
 
 S rows, I width. gate and up are the halves of x_S2I.
 """
@@ -18,7 +18,7 @@ from weft.ops.kernel_trial import try_kernels
 
 
 def weighted_swiglu(x_S2I: Tensor, weight_S: Tensor) -> Tensor:
-    """[S, I]: silu(gate) up weight, in the dtype of x_S2I."""
+    """[S, I]: silu(gate) * up * weight, in the dtype of x_S2I."""
     out: Tensor = _WeightedSwiGLU.apply(x_S2I, weight_S)
     return out
 
@@ -41,24 +41,24 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def plain(x_S2I: Tensor, weight_S: Tensor) -> Tensor:
-    """The result by torch's operations."""
+    """weighted_swiglu, computed with torch's operations."""
     gate, up = x_S2I.chunk(2, -1)
     return F.silu(gate).mul_(up).mul_(weight_S[:, None])
 
 
 def plain_gradient(grad_SI: Tensor, x_S2I: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x_S2I and weight_S by torch's operations."""
+    """Gradients of x_S2I and weight_S, computed with torch's operations."""
     gate, up = x_S2I.chunk(2, -1)
-    grad_x, silu, of_product = torch.empty_like(x_S2I), F.silu(gate), grad_SI * up
-    of_gate, of_up = grad_x.chunk(2, -1)
-    torch.ops.aten.silu_backward.grad_input(of_product, gate, grad_input=of_gate)
-    grad_weight = of_product.mul_(silu).sum(-1, dtype=torch.promote_types(weight_S.dtype, grad_SI.dtype))
-    torch.mul(grad_SI, silu, out=of_up)
+    grad_x, silu, grad_silu = torch.empty_like(x_S2I), F.silu(gate), grad_SI * up
+    grad_gate, grad_up = grad_x.chunk(2, -1)
+    torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=grad_gate)
+    grad_weight = grad_silu.mul_(silu).sum(-1, dtype=torch.promote_types(weight_S.dtype, grad_SI.dtype))
+    torch.mul(grad_SI, silu, out=grad_up)
     grad_x.mul_(weight_S[:, None])
     return grad_x, grad_weight.to(weight_S.dtype)
 
 
-# The kernels as operators, so that a simulation knows them without Triton.
+# The kernels are registered as operators, so that simulations run without Triton.
 
 
 @torch.library.custom_op("weft::swiglu", mutates_args=())
@@ -102,7 +102,8 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _largest_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """In units of what rounding to `dtype` allows; infinite if a result is not finite."""
+    """The largest difference between a kernel and torch's operations, as a multiple of the tolerance for rounding to
+    `dtype`. Infinite if a result is not finite."""
     generator, width, worst = torch.Generator().manual_seed(0), 1500, 0.0
     x, upstream = (torch.randn(3, n, generator=generator).mul_(2.0).to(device, dtype) for n in (2 * width, width))
     for weight in (torch.tensor([0.0, 0.3, 2.0], device=device), torch.tensor([1.0, 0.3, 2.0]).to(device, dtype)):

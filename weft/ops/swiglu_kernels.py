@@ -1,7 +1,7 @@
 """SwiGLU of weighted rows as one Triton kernel for forward and one for backward.
 
-Rows are in 16 bits; arithmetic is in fp32. One program has one row. Imported only where Triton is; swiglu.py tries the
-kernels against its own operations before a run uses them.
+Rows are in 16 bits, arithmetic is in fp32. One program processes one row. This file is imported only if Triton is
+installed. swiglu.py compares the kernels with its operations before a run uses them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # columns that a program has at a time: 8 values for each of 128 threads
+_BLOCK = 1024  # columns that a program processes together: 8 values for each of 128 threads
 
 
 @triton.jit
@@ -46,19 +46,19 @@ def _backward(
         silu = gate * s
         total += tl.sum(d * silu * up, 0)
         d = d * weight
-        of_gate = d * up * s * (1.0 + gate * (1.0 - s))
-        tl.store(grad_x + row * 2 * width + column, of_gate.to(grad_x.dtype.element_ty), mask=inside)
+        grad_gate = d * up * s * (1.0 + gate * (1.0 - s))
+        tl.store(grad_x + row * 2 * width + column, grad_gate.to(grad_x.dtype.element_ty), mask=inside)
         tl.store(grad_x + row * 2 * width + width + column, (d * silu).to(grad_x.dtype.element_ty), mask=inside)
     tl.store(grad_weights + row, total)
 
 
 def forward(x_S2I: Tensor, weight_S: Tensor, out_SI: Tensor) -> None:
-    """Writes silu(gate) up weight into `out_SI`; gate and up are the halves of x_S2I. All are contiguous."""
+    """Write silu(gate) * up * weight into `out_SI`. gate and up are the halves of x_S2I. All tensors are contiguous."""
     _forward[(len(x_S2I),)](x_S2I, weight_S, out_SI, out_SI.shape[1], BLOCK=_BLOCK, num_warps=4)
 
 
 def backward(upstream_SI: Tensor, x_S2I: Tensor, weight_S: Tensor, grad_S2I: Tensor, grad_weight_S: Tensor) -> None:
-    """Writes the gradients of x_S2I and weight_S. All are contiguous."""
+    """Write the gradients of x_S2I and weight_S into `grad_S2I` and `grad_weight_S`. All tensors are contiguous."""
     _backward[(len(x_S2I),)](
         upstream_SI, x_S2I, weight_S, grad_S2I, grad_weight_S, upstream_SI.shape[1], BLOCK=_BLOCK, num_warps=4
     )

@@ -1,9 +1,9 @@
-"""A module that maps each token by itself, run over tiles of tokens: only one tile's intermediate results exist at a
-time, in forward and in backward.
+"""Runs a module that maps each token independently over tiles of tokens. Only one tile's intermediate results exist at
+a time, in forward and in backward.
 
-Backward runs each tile again and adds up the weights' gradients, which leave once for all tiles: FSDP gathers and
-reduces the module's unit once, as for a module that runs whole. (Arctic long sequence training, arXiv:2506.13996, has
-a backward for each tile.)
+Backward runs each tile again and sums the weights' gradients over all tiles before it returns them. So FSDP gathers and
+reduces the module's unit once, as without tiles. (Arctic long sequence training, arXiv:2506.13996, has a backward for
+each tile.)
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from weft.ops.recompute import keeping_nothing
 
 
 def run_in_tiles(forward: Callable[[Tensor], Tensor], module: nn.Module, tile: int, x: Tensor) -> Tensor:
-    """forward(x), computed `tile` tokens at a time. x: [..., tokens, width]. forward: of the module, which reads its
-    trained parameters."""
+    """forward(x), computed for `tile` tokens at a time. x: [..., tokens, width]. forward: a forward of `module`, which
+    uses the module's parameters."""
     if x.shape[-2] <= tile:
         return forward(x)
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or weights):
         return _outputs(forward, tile, x)
-    # A node of its own saves x before the tiles run, so that a recomputed layer can stop there.
+    # A separate node saves x before the tiles run, so that the recomputation of a layer can stop before the tiles.
     saved = _Saved.apply(x) if x.requires_grad else x
     out: Tensor = _Tiles.apply(forward, tile, saved.grad_fn, saved, *weights)
     return out
@@ -33,11 +33,11 @@ def run_in_tiles(forward: Callable[[Tensor], Tensor], module: nn.Module, tile: i
 
 def _outputs(forward: Callable[[Tensor], Tensor], tile: int, x: Tensor) -> Tensor:
     with torch.no_grad(), keeping_nothing():
-        return torch.cat([forward(part) for part in x.split(tile, -2)], -2)
+        return torch.cat([forward(tokens) for tokens in x.split(tile, -2)], -2)
 
 
 class _Saved(torch.autograd.Function):
-    """Identity, whose node saves its input."""
+    """The identity. Its node saves the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -63,27 +63,27 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors if ctx.node is None else ctx.node.saved_tensors
         inputs, sums = list[Tensor](), Sums(ctx.weights)
-        for part, gradient in zip(x.split(ctx.tile, -2), gradients[0].split(ctx.tile, -2), strict=True):
-            part = part.detach().requires_grad_(ctx.node is not None)
+        for tokens, gradient in zip(x.split(ctx.tile, -2), gradients[0].split(ctx.tile, -2), strict=True):
+            tokens = tokens.detach().requires_grad_(ctx.node is not None)
             with torch.enable_grad():
-                out = ctx.run(part)
-            wanted = ([part] if part.requires_grad else []) + list(ctx.weights)
-            found = torch.autograd.grad(out, wanted, gradient, allow_unused=True)
-            if part.requires_grad:
-                inputs.append(found[0])
-            sums.add(found[len(found) - len(ctx.weights) :])
+                out = ctx.run(tokens)
+            leaves = ([tokens] if tokens.requires_grad else []) + list(ctx.weights)
+            tile_gradients = torch.autograd.grad(out, leaves, gradient, allow_unused=True)
+            if tokens.requires_grad:
+                inputs.append(tile_gradients[0])
+            sums.add(tile_gradients[len(tile_gradients) - len(ctx.weights) :])
         return None, None, None, torch.cat(inputs, -2) if inputs else None, *sums.totals()
 
 
 class Sums:
-    """Sums of the gradients that tiles give to weights, in fp32 at least."""
+    """Sums of the weights' gradients over tiles, in fp32 or fp64."""
 
     def __init__(self, weights: tuple[Tensor, ...]) -> None:
         self._dtypes = [weight.dtype for weight in weights]
         self._totals: list[Tensor | None] = [None] * len(weights)
 
     def add(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Add a tile's gradients; None for a weight that it gave none."""
+        """Add a tile's gradients, one per weight. None if the tile gives the weight no gradient."""
         for index, gradient in enumerate(gradients):
             total = self._totals[index]
             if gradient is not None:

@@ -1,4 +1,4 @@
-"""Attention of a vision tower whose images, or windows of images, lie end to end. Each attends to itself, both ways.
+"""Attention of a vision tower. Images, or windows of images, are laid end to end. Each attends to all of itself.
 
 N patches of all images, H heads, D head width.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.ops.attention import KERNELS, flash_rows
 from weft.ops.attention_call import Traits
 
-BOTH_WAYS = (-1, -1)  # window argument of flash kernels: unlimited to both sides
+BOTH_WAYS = (-1, -1)  # window argument of flash kernels: unlimited on both sides
 
 
 def attend_in_tower(
@@ -31,10 +31,16 @@ def attend_in_tower(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, called like flash kernels: returns ([1, N, H, D], None). Raises RuntimeError if
-    the family's code does not pass the bounds of images."""
+    """The attention function for vision towers that weft registers with transformers. Returns ([1, N, H, D], None).
+
+    cu_seq_lens_q: cumulative lengths of images or windows. max_length_q: the largest length. transformers passes these
+    to flash kernels. Raises RuntimeError if the model's code does not pass them.
+    """
     if cu_seq_lens_q is None or max_length_q is None:
-        raise RuntimeError(f"{type(module).__name__}: bounds of images did not reach attention")
+        raise RuntimeError(
+            f"{type(module).__name__}: the bounds of images did not reach attention, so images would see each other. "
+            "Please report the model."
+        )
     query, key, value = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
     width = query_1HND.shape[-1]
     scale = width**-0.5 if scaling is None else float(scaling)
@@ -47,8 +53,8 @@ def attend_in_tower(
 
 
 def _alike_together(query_NHD: Tensor, key_NHD: Tensor, value_NHD: Tensor, lengths: list[int], scale: float) -> Tensor:
-    """[N, H, D]: images or windows of equal length run as one batch, wherever they lie. (Windows at the edge of an
-    image are smaller than inner ones.)"""
+    """[N, H, D]: attention in which all images or windows of equal length run as one batch, also if they are not
+    neighbours. (Windows at the edges of an image are smaller than inner windows.)"""
     counts = Counter(lengths)
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])  # stable
     moved = order != list(range(len(lengths)))
@@ -58,15 +64,15 @@ def _alike_together(query_NHD: Tensor, key_NHD: Tensor, value_NHD: Tensor, lengt
         rows = [x.index_select(0, order_N) for x in rows]
     sizes = [length * counts[length] for length in sorted(counts)]
     results = []
-    for length, *parts in zip(sorted(counts), *(x.split(sizes) for x in rows), strict=True):
-        q, k, v = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in parts)
+    for length, *tensors in zip(sorted(counts), *(x.split(sizes) for x in rows), strict=True):
+        q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in tensors)
         results.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
     out_NHD = results[0] if len(results) == 1 else torch.cat(results)
     return out_NHD.index_select(0, order_N.argsort()) if moved else out_NHD
 
 
 def _tokens(lengths: list[int], order: list[int], device: torch.device) -> Tensor:
-    """[N]: indices of the patches, with the images or windows in this order."""
+    """[N] indices of the patches, with images or windows in the order `order`."""
     firsts = torch.tensor(list(accumulate(lengths, initial=0))[:-1])[order]
     counts = torch.tensor(lengths)[order]
     ends = counts.cumsum(0)

@@ -1,9 +1,10 @@
-"""Attention over the trees of a packed row (ops/segments.py) on CPU, without a copy of the keys that siblings share.
+"""Attention over the trees of a packed row (ops/segments.py) on CPU, without copies of the keys that siblings share.
 
-The queries of a segment see its own keys, causally, and all keys of the segments of its path. Turned round: the keys of
-a segment are seen by its own queries and, all of them, by the queries of its subtree, which lie behind it in the row,
-side by side. So each segment needs two calls of torch's flash attention. Results over parts of the keys add up by their
-log-sum-exp of scores; the kernel's backward takes the sums over all parts (Dao 2023, arXiv:2307.08691, section 3.1).
+The queries of a segment see the keys of the segment, causally, and all keys of its ancestors. Equivalently, the keys of
+a segment are seen by its own queries, causally, and by all queries of its descendants. The descendants are contiguous
+in the row, directly after the segment. So each segment needs two calls of torch's flash attention. Results over parts
+of the keys are combined with their log-sum-exp of scores, and the kernel's backward uses the log-sum-exp over all keys
+(Dao 2023, arXiv:2307.08691, section 3.1).
 
 Shapes: see attention_call.py; B is 1.
 """
@@ -26,8 +27,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def suits_trees(call: Call) -> bool:
-    """Whether attend_trees serves this call of segments: on CPU, without a window, soft-cap, sinks, or images that look
-    ahead, with values as wide as keys, and with segments in depth-first order."""
+    """Whether attend_trees supports this call. It must be on CPU, without window, soft-cap, sinks, or image tokens that
+    see later tokens. Values must be as wide as keys, and segments in depth-first order."""
     return (
         call.query_BHTD.device.type == "cpu"
         and (call.bounds.segments is None or call.bounds.segments.depth_first)
@@ -53,13 +54,13 @@ class _AttendTrees(torch.autograd.Function):
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for span, count in _own_spans(segments):
-            part, sums = _forward(*(_sequences(x, span, count) for x in (q, k, v)), 0.0, True, scale=scale)
-            out[:, :, span], lse[:, :, span] = _joined(part), _joined(sums)
+            result, sums = _forward(*(_sequences(x, span, count) for x in (q, k, v)), 0.0, True, scale=scale)
+            out[:, :, span], lse[:, :, span] = _as_row(result), _as_row(sums)
         for keys, queries in _subtrees(segments):
-            part, sums = _forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, False, scale=scale)
+            result, sums = _forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, False, scale=scale)
             total = torch.logaddexp(lse[:, :, queries], sums)
             share = (lse[:, :, queries] - total).exp_()[..., None]
-            out[:, :, queries] = (out[:, :, queries] * share + part * (sums - total).exp_()[..., None]).to(out.dtype)
+            out[:, :, queries] = (out[:, :, queries] * share + result * (sums - total).exp_()[..., None]).to(out.dtype)
             lse[:, :, queries] = total
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.segments, ctx.scale = segments, scale
@@ -71,12 +72,12 @@ class _AttendTrees(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for span, count in _own_spans(ctx.segments):
-            parts = (_sequences(x, span, count) for x in (grad, q, k, v, out, lse))
-            gradients = _backward(*parts, 0.0, True, scale=ctx.scale)
+            inputs = [_sequences(x, span, count) for x in (grad, q, k, v, out, lse)]
+            gradients = _backward(*inputs, 0.0, True, scale=ctx.scale)
             for total, gradient in zip((grad_q, grad_k, grad_v), gradients, strict=True):
-                total[:, :, span] = _joined(gradient)
+                total[:, :, span] = _as_row(gradient)
         for keys, queries in _subtrees(ctx.segments):
-            inputs = (grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries])
+            inputs = [grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries]]
             gradients = _backward(*inputs, lse[:, :, queries], 0.0, False, scale=ctx.scale)
             for total, span, gradient in zip((grad_q, grad_k, grad_v), (queries, keys, keys), gradients, strict=True):
                 total[:, :, span] += gradient
@@ -84,32 +85,32 @@ class _AttendTrees(torch.autograd.Function):
 
 
 def _own_spans(segments: Segments) -> Iterator[tuple[slice, int]]:
-    """(tokens of neighbouring segments of one length, their number)."""
+    """(tokens of neighbouring segments of equal length, number of these segments)."""
     start = 0
-    for length, same in groupby(segments.lengths):
-        count = len(list(same))
+    for length, equal in groupby(segments.lengths):
+        count = len(list(equal))
         yield slice(start, start + count * length), count
         start += count * length
 
 
 def _subtrees(segments: Segments) -> Iterator[tuple[slice, slice]]:
-    """(tokens of a segment, tokens of all segments below it), for each segment with children."""
+    """(tokens of a segment, tokens of all its descendants), for each segment with children."""
     ends = [start + length for start, length in zip(segments.starts, segments.lengths, strict=True)]
-    last = list(ends)
+    subtree_ends = list(ends)
     for segment in reversed(range(len(ends))):
         parent = segments.parents[segment]
         if parent != ROOT:
-            last[parent] = max(last[parent], last[segment])
-    for start, end, below in zip(segments.starts, ends, last, strict=True):
-        if below > end:
-            yield slice(start, end), slice(end, below)
+            subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[segment])
+    for start, end, subtree_end in zip(segments.starts, ends, subtree_ends, strict=True):
+        if subtree_end > end:
+            yield slice(start, end), slice(end, subtree_end)
 
 
 def _sequences(x: Tensor, span: slice, count: int) -> Tensor:
-    """[count, H, length, ...] of tokens [1, H, T, ...]."""
+    """[1, H, T, ...] -> [count, H, length, ...]: the tokens of `span`, as `count` sequences."""
     return x[0, :, span].unflatten(1, (count, -1)).transpose(0, 1)
 
 
-def _joined(x: Tensor) -> Tensor:
-    """[1, H, count x length, ...] of [count, H, length, ...]."""
+def _as_row(x: Tensor) -> Tensor:
+    """[count, H, length, ...] -> [1, H, count x length, ...]."""
     return x.transpose(0, 1).flatten(1, 2)[None]
