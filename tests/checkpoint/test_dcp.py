@@ -224,7 +224,7 @@ def test_what_is_refused_of_verl(tmp_path: Path) -> None:
     file.unlink()
     assert f"{file} is missing" in refused(path, weights=str(tmp_path / "two"))
     torch.save({"w": torch.ones(2)}, tmp_path / "two" / "model_world_size_3_rank_0.pt")
-    assert "several numbers of ranks" in refused(path, weights=str(tmp_path / "two"))
+    assert "several world sizes" in refused(path, weights=str(tmp_path / "two"))
 
 
 # ---------------------------------------------------------------- written by weft

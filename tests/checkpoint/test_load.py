@@ -249,9 +249,9 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     intact = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(intact[:-100])
-    check_refused(folder, r"model\.safetensors: is cut short: it has [\d,]+ bytes and should have [\d,]+")
+    check_refused(folder, r"model\.safetensors: is truncated: it has [\d,]+ bytes and should have [\d,]+")
     (folder / "model.safetensors").write_bytes(b"<html>")
-    check_refused(folder, r"is no safetensors file")
+    check_refused(folder, r"is not a safetensors file")
 
 
 def test_swapped_files_are_noticed(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_swapped_files_are_noticed(tmp_path: Path) -> None:
     contents = first.read_bytes(), second.read_bytes()
     first.write_bytes(contents[1])
     second.write_bytes(contents[0])
-    check_refused(folder, r"index\.json says that .* is in model-0000\d-of-0000\d\.safetensors, but it is not")
+    check_refused(folder, r"index\.json lists .* in model-0000\d-of-0000\d\.safetensors, which does not contain it")
     first.unlink()
     check_refused(folder, r"safetensors: cannot be opened: No such file")
 
@@ -386,11 +386,11 @@ def test_the_manifest_is_kept() -> None:
     good = torch.ones(2, 3)
     assert stream_of(("a", good), ("b", good)) == ["a", "b"]
     for stream, message in (
-        ([("a", good)], "1 tensors of the manifest did not come: b"),
-        ([("a", good), ("b", good), ("a", good)], "a comes twice"),
+        ([("a", good)], "1 tensors of the manifest are missing: b"),
+        ([("a", good), ("b", good), ("a", good)], "a occurs twice"),
         ([("a", good), ("c", good)], "c is not in the manifest"),
         ([("a", good.bfloat16())], "a is torch.bfloat16"),
-        ([("a", good.T)], r"\[3, 2\], promised as"),
+        ([("a", good.T)], r"\[3, 2\], but the manifest has"),
     ):
         with pytest.raises(RuntimeError, match=message):
             stream_of(*stream)

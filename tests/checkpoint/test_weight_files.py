@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an adapter beside the weights": (
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
-        r"adapter_config.json beside config.json: transformers loads that adapter on top .* lora.path",
+        r"adapter_config.json next to config.json. transformers would load the adapter .* lora.path",
     ),
     "an index of shards that are gone, alone": (
         lambda folder: [shards_gone(folder), (folder / "model.safetensors").unlink()],
@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a name that leads out": (
         lambda folder: (folder / "config.json").write_text('{"transformers_weights": "../x.safetensors"}'),
-        r"transformers_weights is '../x.safetensors', not a \*.safetensors file of its own folder",
+        r"transformers_weights is '../x.safetensors', not a \*.safetensors file of this folder",
     ),
     "another format": (
         lambda folder: (folder / "config.json").write_text('{"transformers_weights": "pytorch_model.bin"}'),

@@ -135,7 +135,7 @@ def test_what_needs_a_part_that_is_asleep_says_so() -> None:
     (messages,) = run(1, errors_while, path, PARTS)
     assert messages[1] == "the engine's parameters and optimizer and gradients are asleep: call wake() before this"
     assert all("parameters" in text and "call wake()" in text for text in messages[:-1])
-    assert messages[-1] == "the elements of this tensor are asleep (Engine.sleep): call wake() before this"
+    assert messages[-1] == "Engine.sleep() has freed the elements of this tensor: call wake() first"
     (messages,) = run(1, errors_while, path, ("optimizer", "gradients"))
     assert [bool(text) for text in messages] == [True, True, False, False, False, True, False]
 

@@ -149,9 +149,9 @@ def swap(model: Path) -> None:
     ("harm", "message"),
     [
         (lambda model: (model / WEIGHTS).unlink(), "model.path"),
-        (cut_short, "is cut short"),
+        (cut_short, "is truncated"),
         (swap, "embed_tokens"),
-        (lambda model: (model / WEIGHTS).write_bytes(b""), "no safetensors file"),
+        (lambda model: (model / WEIGHTS).write_bytes(b""), "not a safetensors file"),
     ],
     ids=["missing", "cut short", "swapped", "empty"],
 )

@@ -85,7 +85,7 @@ def test_a_tensor_that_claims_more_than_is_there(folder: Path) -> None:
     right, larger = (b"K" + bytes([rows]) + b"K\x03\x86" for rows in (4, 200))
     assert file.read_bytes().count(right) == 1
     file.write_bytes(file.read_bytes().replace(right, larger))
-    assert "a tensor is larger than what it holds of it" in message(folder)
+    assert "a tensor is larger than its storage" in message(folder)
 
 
 # ---------------------------------------------------------------- what would run
@@ -152,7 +152,7 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name: str, folder: Path) -> None:
     (folder / ".metadata").write_bytes(BOMBS[name])
-    assert "cannot be read" in message(folder) or "is not what" in message(folder)
+    assert "cannot be read" in message(folder) or "is not a file that" in message(folder)
 
 
 # ---------------------------------------------------------------- what lies
@@ -200,32 +200,34 @@ def dtype(kind: torch.dtype) -> Callable[[Any], None]:
 
 
 LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a file outside": (info_with(relative_path="../outside"), "no file of its own directory"),
-    "an absolute file": (info_with(relative_path="/etc/passwd"), "no file of its own directory"),
+    "a file outside": (info_with(relative_path="../outside"), "not a file of this directory"),
+    "an absolute file": (info_with(relative_path="/etc/passwd"), "not a file of this directory"),
     "a file that is not there": (info_with(relative_path="__1_0.distcp"), "No such file"),
-    "an offset below 0": (info_with(offset=-1), "it is cut short"),
-    "a length beyond the end": (info_with(length=10**9), "it is cut short"),
-    "an offset that is no number": (info_with(offset=float("nan")), "of other kinds"),
-    "an offset that is a text": (info_with(offset="0"), "of other kinds"),
-    "no path": (info_with(relative_path=None), "of other kinds"),
+    "an offset below 0": (info_with(offset=-1), "is truncated"),
+    "a length beyond the end": (info_with(length=10**9), "is truncated"),
+    "an offset that is no number": (info_with(offset=float("nan")), "unexpected types"),
+    "an offset that is a text": (info_with(offset="0"), "unexpected types"),
+    "no path": (info_with(relative_path=None), "unexpected types"),
     "compression": (info_with(transform_descriptors=["zstd"]), "extensions of DCP"),
     "chunks that overlap": (chunks(((0, 0), (3, 3)), ((2, 0), (2, 3))), "do not fill it, or overlap"),
     "chunks twice": (chunks(((0, 0), (4, 3)), ((0, 0), (4, 3))), "do not fill it, or overlap"),
     "a chunk that is missing": (chunks(((0, 0), (3, 3))), "do not fill it"),
     "no chunks": (chunks(), "do not fill it"),
     "chunks that cancel in number": (chunks(((0, 0), (2, 3)), ((1, 0), (2, 3))), "do not fill it, or overlap"),
-    "a chunk outside": (chunks(((1, 0), (4, 3))), "lies outside of it"),
-    "a chunk of other dimensions": (chunks(((0,), (4,))), "of other kinds"),
+    "a chunk outside": (chunks(((1, 0), (4, 3))), "is outside of the tensor"),
+    "a chunk of other dimensions": (chunks(((0,), (4,))), "unexpected types"),
     "a larger tensor": (resized(400, 300), "a chunk of w is larger than its bytes"),
-    "another shape": (resized(3, 4), "does not hold the part of w"),
-    "another dtype": (dtype(torch.int32), "does not hold the part of w"),
+    "another shape": (resized(3, 4), "does not contain the part of w"),
+    "another dtype": (dtype(torch.int32), "does not contain the part of w"),
     "a complex one": (dtype(torch.complex128), "'torch.complex128'"),
-    "a size that is a list": (described(size=[4, 3]), "of other kinds"),
+    "a size that is a list": (described(size=[4, 3]), "unexpected types"),
     "many dimensions": (described(size=torch.Size([1] * 20)), "20 dimensions"),
-    "no storage": (lambda m: m.storage_data.clear(), "does not say where"),
+    "no storage": (lambda m: m.storage_data.clear(), "it has no position of"),
     "storage that is a list": (lambda m: setattr(m, "storage_data", []), "does not describe a checkpoint"),
-    "a long name": (lambda m: m.state_dict_metadata.update({"x" * 2000: m.state_dict_metadata["w"]}), "of other kinds"),
-    "a tensor that is a number": (lambda m: m.state_dict_metadata.update(w=3), "of other kinds"),
+    "a long name": (
+        lambda m: m.state_dict_metadata.update({"x" * 2000: m.state_dict_metadata["w"]}), "unexpected types"
+    ),
+    "a tensor that is a number": (lambda m: m.state_dict_metadata.update(w=3), "unexpected types"),
 }  # fmt: skip
 
 
@@ -268,9 +270,9 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.
 
 def test_files_that_are_cut_short(folder: Path) -> None:
     os.truncate(folder / "__0_0.distcp", 100)
-    assert "it is cut short" in message(folder)
+    assert "__0_0.distcp is truncated" in message(folder)
     os.truncate(folder / ".metadata", 300)
-    assert "cannot be read: it is cut short" in message(folder)
+    assert "cannot be read: it is truncated" in message(folder)
 
 
 # ---------------------------------------------------------------- what people name by mistake
@@ -286,7 +288,7 @@ def make(folder: Path, *names: str) -> Path:
 MISTAKES = {
     "a metadata for each rank": (("__0.metadata", "__1.metadata"), "no_dist=False"),
     "the folder above": (("dcp/.metadata", "config.json"), "Did you mean"),
-    "a HuggingFace directory": (("model.safetensors",), "name it in model.path"),
+    "a HuggingFace directory": (("model.safetensors",), "Set model.path to it"),
     "an unfinished one": (("__0_0.distcp",), "has not finished writing it"),
 }
 
@@ -304,7 +306,7 @@ def test_what_does_not_fit_the_model(tmp_path: Path) -> None:
     """Named before anything large is read, with what to do."""
     path = saved_model("llama")
     save(MEGATRON, tmp_path / "megatron")
-    assert "holds no tensors under names of LlamaForCausalLM" in refused(path, weights=str(tmp_path / "megatron"))
+    assert "has no tensors with names of LlamaForCausalLM" in refused(path, weights=str(tmp_path / "megatron"))
     tensors = save_alone(path, tmp_path / "whole")
     for name, change, words in (
         ("missing", lambda t: t.pop("model.norm.weight"), "not in the files: model.norm.weight"),
@@ -321,7 +323,7 @@ def test_what_does_not_fit_the_model(tmp_path: Path) -> None:
 
 def test_torchtitans_names_of_another_family(tmp_path: Path) -> None:
     save({"tok_embeddings.weight": W, "layers.0.attention.wq.weight": W}, tmp_path / "d")
-    assert "weft knows how its llama, qwen3, qwen3_moe lie, not its gemma2" in refused(
+    assert "which weft supports for llama, qwen3, qwen3_moe, but not for gemma2" in refused(
         saved_model("gemma2"), weights=str(tmp_path / "d")
     )
 

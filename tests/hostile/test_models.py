@@ -167,7 +167,7 @@ HEADERS: dict[str, bytes] = {
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(HEADERS[name])
-    with pytest.raises(UserError, match=r"model\.safetensors: is (no safetensors file|cut short)") as caught:
+    with pytest.raises(UserError, match=r"model\.safetensors: is (not a safetensors file|truncated)") as caught:
         TensorFile.open(tmp_path / "model.safetensors")
     assert "\n" not in str(caught.value)
 
@@ -221,12 +221,12 @@ INDICES: dict[str, tuple[str, str]] = {
     "a file that is null": ('{"weight_map": {"a": null, "b": "model.safetensors"}}', "weight_map"),
     "a file that is a list": ('{"weight_map": {"a": ["model.safetensors"]}}', "weight_map"),
     "a NUL": ('{"weight_map": {"a": "a\\u0000.safetensors"}}', r"names 'a\\x00\.safetensors'"),
-    "a folder above": ('{"weight_map": {"a": "../model.safetensors"}}', "no file of its own folder"),
-    "an absolute name": ('{"weight_map": {"a": "/dev/zero"}}', "no file of its own folder"),
-    "a folder inside": ('{"weight_map": {"a": "inside/model.safetensors"}}', "no file of its own folder"),
-    "the folder": ('{"weight_map": {"a": "."}}', "no file of its own folder"),
-    "the folder above": ('{"weight_map": {"a": ".."}}', "no file of its own folder"),
-    "no name": ('{"weight_map": {"a": ""}}', "no file of its own folder"),
+    "a folder above": ('{"weight_map": {"a": "../model.safetensors"}}', "not a file of this folder"),
+    "an absolute name": ('{"weight_map": {"a": "/dev/zero"}}', "not a file of this folder"),
+    "a folder inside": ('{"weight_map": {"a": "inside/model.safetensors"}}', "not a file of this folder"),
+    "the folder": ('{"weight_map": {"a": "."}}', "not a file of this folder"),
+    "the folder above": ('{"weight_map": {"a": ".."}}', "not a file of this folder"),
+    "no name": ('{"weight_map": {"a": ""}}', "not a file of this folder"),
     "half a surrogate pair": ('{"weight_map": {"a": "\\ud800"}}', "is no name that a file can have"),
     "a long name": ('{"weight_map": {"a": "' + "a" * 300 + '"}}', "File name too long"),
     "deep nesting": ('{"weight_map": ' + DEEP + "}", "nested too deep"),

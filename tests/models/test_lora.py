@@ -328,7 +328,7 @@ def test_what_names_nothing_is_refused(keys: dict[str, Any], words: str) -> None
 
 
 def test_dropout_of_fused_experts_is_refused() -> None:
-    with pytest.raises(UserError, match="lora.dropout does not go with an adapter of .*experts.down_proj"):
+    with pytest.raises(UserError, match="lora.dropout cannot be combined with an adapter of .*experts.down_proj"):
         plan_for("qwen3_moe", targets=("experts.down_proj",), dropout=0.1)
 
 
@@ -368,7 +368,7 @@ FIELDS: dict[str, tuple[Any, str | None]] = {
     "use_bdlora": ({"nblocks": 2}, "use_bdlora"), "use_qalora": (True, "use_qalora"),
     "megatron_config": ({"a": 1}, "megatron_config"), "velora_config": ({"num_groups": 2}, "velora_config"),
     "monteclora_config": ({"a": 1}, "monteclora_config"), "kasa_config": ({"a": 1}, "kasa_config"),
-    "peft_type": ("LOHA", "of type LOHA"), "r": (5, "should be"), "lora_alpha": (0, "lora_alpha: 0 makes"),
+    "peft_type": ("LOHA", "of type LOHA"), "r": (5, "should be"), "lora_alpha": (0, "lora_alpha: 0 disables"),
     "use_rslora": ("yes", "use_rslora cannot be"), "modules_to_save": (["lm_head"], "lacks base_model.model.lm_head"),
     "target_parameters": ("x", "target_parameters cannot be"), "base_model_name_or_path": (3, "cannot be 3"),
     "init_lora_weights": ("pissa", "init_lora_weights: 'pissa' means"), "revision": ("v2", None),
@@ -415,7 +415,7 @@ def test_a_feature_of_a_later_peft_is_refused_and_a_note_of_another_trainer_is_n
 def test_an_adapter_that_changes_its_base_is_refused(begins: Any, adapter: str, tmp_path: Path) -> None:
     path = written(adapter, tmp_path, init_lora_weights=begins)
     for read in (lambda: plan_for("llama", rank=None, path=path), lambda: merge.run(MergeOptions(path=path))):
-        with pytest.raises(UserError, match="init_lora_weights: .*whole base"):
+        with pytest.raises(UserError, match="init_lora_weights: .*unchanged base"):
             read()
 
 
@@ -456,14 +456,14 @@ def test_an_embedding_that_peft_saved_whole_is_called_that(tmp_path: Path) -> No
     model = Reference(saved_model("llama")).model
     wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
     wrapped.save_pretrained(tmp_path, save_embedding_layers=True)
-    with pytest.raises(UserError, match=r"lm_head.weight, a weight of the model itself that peft saved whole \(2"):
+    with pytest.raises(UserError, match=r"lm_head.weight, a complete weight of the base model \(2"):
         plan_for("llama", rank=None, path=str(tmp_path))
 
 
 def test_weights_that_peft_keeps_tied_are_refused(tmp_path: Path) -> None:
     made_by_peft(saved_model("qwen3"), str(tmp_path), target_modules=["q_proj"], r=2, modules_to_save=["embed_tokens"],
                  ensure_weight_tying=True)  # fmt: skip
-    with pytest.raises(UserError, match=r"ensure_weight_tying: true keeps lm_head.weight tied"):
+    with pytest.raises(UserError, match=r"ensure_weight_tying: true ties lm_head.weight to"):
         plan_for("qwen3", rank=None, path=str(tmp_path))
 
 

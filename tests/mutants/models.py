@@ -25,7 +25,7 @@ MUTANTS = (
     Mutant("engine/selfcheck/kinds.py", "LayerKinds.are_those_of", "set(self.layers) == set(other.layers)", "True", "tests/engine/test_layer_kinds.py tests/engine/test_startup.py"),
     Mutant("parallel/shards/walker.py", "check_stream", "if missing:\n    ...", "if False:\n    ...", "tests/checkpoint/test_load.py"),
     Mutant("parallel/shards/walker.py", "_buckets", "bucket and sum(other.bytes for other in bucket) + part.bytes > limit", "bucket", "tests/checkpoint/test_load.py"),
-    Mutant("parallel/shards/walker.py", "_cut", "whole.bytes <= limit or not shape", "True", "tests/checkpoint/test_load.py"),
+    Mutant("parallel/shards/walker.py", "_split", "whole.bytes <= limit or not shape", "True", "tests/checkpoint/test_load.py"),
     Mutant("ops/head.py", "LogitTransform.__call__", "self.scale / self.softcap", "1 / self.softcap", "tests/ops/test_head.py"),
     Mutant("ops/head.py", "Scaling.from_transform", "transform.softcap / temperature", "transform.softcap", "tests/ops/test_head.py"),
     Mutant("ops/head.py", "logprob_and_top1", "running.picked >= running.largest", "running.picked > running.largest", "tests/ops/test_head.py tests/recipes/test_eval.py"),

@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant("parallel/shards/dcp.py", "_byte_range", "not is_own_file(file)", "False", "tests/hostile/test_dcp.py"),
     Mutant("parallel/shards/dcp.py", "chunks_fill", "not any(corners.values())", "True", "tests/hostile/test_dcp.py"),
     Mutant("parallel/shards/dcp.py", "DcpDirectory._saved", "(found.dtype, found.shape) != (dtype, chunk.size)", "False", "tests/hostile/test_dcp.py"),
-    Mutant("parallel/shards/dcp_source.py", "DcpTensors._turned", "head * width + 2 * (inside % (width // 2)) + inside // (width // 2)", "head * width + inside", "tests/checkpoint/test_dcp.py"),
+    Mutant("parallel/shards/dcp_source.py", "DcpTensors._reordered", "head * width + 2 * (inside % (width // 2)) + inside // (width // 2)", "head * width + inside", "tests/checkpoint/test_dcp.py"),
     Mutant("parallel/shards/dcp_source.py", "_is_state", "next((part for part in name.split('.') if part not in _OWNERS), '') in STATES", "next((part for part in name.split('.') if part not in _OWNERS), '') in ()", "tests/checkpoint/test_dcp.py"),
     Mutant("engine/loaded_state.py", "load_state", "owner.state[stepped][_STEP] = torch.tensor(step, dtype=torch.float32, device=device)", "_ = torch.tensor(step, dtype=torch.float32, device=device)", "tests/checkpoint/test_dcp.py"),
     Mutant("checkpoint/dcp.py", "DcpWriter.add", "tensor = tensor.clone(memory_format=torch.contiguous_format)", "tensor.clone(memory_format=torch.contiguous_format)", "tests/checkpoint/test_dcp.py"),

@@ -142,7 +142,7 @@ def test_a_bug_is_seen(name: str) -> None:
 def placed_as_nobody_knows() -> None:
     """torch has placements for what is sharded that are no Shard; memory that nothing fills would be handed out."""
     tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), (Partial(),))
-    with pytest.raises(RuntimeError, match="w is placed as .*: weft cannot gather that"):
+    with pytest.raises(RuntimeError, match="w has the placements .*, which weft cannot gather"):
         TensorPlacement.from_tensor("w", tensor, {})
 
 

@@ -264,7 +264,7 @@ OF_DATA = [
 OF_MODELS = [
     Mistake("no tokenizer", sft(), ["contains no tokenizer", "tokenizer.json"], None, DATA,
             {"tiny/tokenizer.json": None, "tiny/tokenizer_config.json": None}),
-    Mistake("weights cut short", sft(), ["is cut short: 3 bytes", "Fetch or write it again"], None, DATA,
+    Mistake("weights cut short", sft(), ["or is truncated: 3 bytes", "Fetch or write it again"], None, DATA,
             {"tiny/model.safetensors": b"abc"}),
     Mistake("a broken config.json", sft(), ["tiny/config.json: is not JSON", "Fetch or write it again"], None, DATA,
             {"tiny/config.json": "{"}),

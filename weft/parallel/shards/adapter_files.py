@@ -1,8 +1,8 @@
 """Adapters on disk, in peft's format: adapter_config.json and adapter_model.safetensors.
 
-Names in a file are those of peft's wrapped model without the adapter's own name. If fused experts have several adapted
-parameters, peft wraps the module once per parameter, the last one outermost, so only the depth tells which is meant.
-"""
+Names in a file are the names of peft's wrapped model, without the adapter's name. If several parameters of fused
+experts have adapters, peft wraps the module once per parameter, the last parameter outermost. Only the depth of
+`base_layer` in a name then identifies the parameter."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ from weft.parallel.shards.safetensors_files import TensorFile
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # Checkpoint layout -> names of modules that peft 0.21 mistakes for experts of the transformers 4 layout
-# (peft/utils/transformers_weight_conversion.py). Listed as target_parameters they are left alone.
+# (peft/utils/transformers_weight_conversion.py). If they are listed as target_parameters, peft does not convert them.
 _OLD_EXPERTS = {"mixtral": ("gate", "w1", "w2", "w3"), "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj")}
-# Fields of peft's LoraConfig that change nothing in what a saved adapter computes: where it came from, how it was
-# trained, which modules it was put on (the names of its tensors say that), and settings of features that are off.
+# Fields of peft's LoraConfig without effect on the results of a saved adapter: its origin, its training, its target
+# modules (which the names of its tensors determine), and settings of features that are off.
 HARMLESS = frozenset((
     "task_type", "auto_mapping", "peft_version", "inference_mode", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "fan_in_fan_out", "lora_dropout", "megatron_core", "qalora_group_size",
     "runtime_config", "eva_config", "corda_config", "lora_ga_config", "loftq_config",
 ))  # fmt: skip
-# Those that are read. revision: by `weft merge`, where it takes the base from the adapter.
+# Fields that weft reads. `weft merge` reads revision, if the adapter determines the base.
 READ = frozenset((
     "peft_type", "r", "lora_alpha", "use_rslora", "modules_to_save", "target_parameters", "base_model_name_or_path",
     "revision", "init_lora_weights", "ensure_weight_tying", "use_dora",
 ))  # fmt: skip
-# Features of peft that weft lacks: keys of adapter_config.json -> the values that mean "not used".
+# Features of peft that weft does not support: keys of adapter_config.json -> the values that mean "not used".
 UNUSED: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None), "lora_bias": (False, None), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
@@ -66,9 +66,9 @@ UNUSED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False, None), "megatron_config": (None,), "velora_config": (None,), "monteclora_config": (None,),
     "kasa_config": (None,),
 }  # fmt: skip
-_FEATURE = re.compile(r"use_\w+|\w+_config")  # what peft calls its features
-# Values of init_lora_weights after which peft leaves the base as it is. Any other takes a part of the base out of it
-# (pissa, olora, corda, lora_ga) or rounds it (loftq) when it loads the adapter, or cannot do so again.
+_FEATURE = re.compile(r"use_\w+|\w+_config")  # names of the keys of peft's features
+# Values of init_lora_weights with which peft does not change the base. With any other value, peft subtracts a part from
+# the base (pissa, olora, corda, lora_ga) or rounds it (loftq) when it loads the adapter, or cannot repeat the change.
 _BASE_STAYS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -88,8 +88,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def plan_lora(model: PreTrainedModel, config: LoraConfig, *, merged: bool = False) -> LoraPlan | None:
-    """The adapters of a config, new or at lora.path; None if it has none. merged: they will be merged, not trained.
-    Raises UserError if they do not fit."""
+    """The adapters of a config, new or at lora.path; None without adapters. merged: whether they will be merged instead
+    of trained. Raises UserError if they do not fit the model."""
     if not config.on:
         return None
     if config.path is not None and not merged and read_config(Path(config.path)).get("init_lora_weights") == "mica":
@@ -102,15 +102,15 @@ def plan_lora(model: PreTrainedModel, config: LoraConfig, *, merged: bool = Fals
     wrapped = _as_parameters(plan, model)
     if plan.dropout and wrapped:
         raise UserError(
-            f"lora.dropout does not go with an adapter of {wrapped[0].weight} ({len(wrapped)} such), because peft "
-            "could not load it: set lora.dropout=0, or leave these out of lora.targets."
+            f"lora.dropout cannot be combined with an adapter of {wrapped[0].weight} ({len(wrapped)} such parameters), "
+            "because peft could not load it. Set lora.dropout=0, or remove these from lora.targets."
         )
     return plan
 
 
 def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
-    """Targets that adapter_config.json must list as target_parameters: fused experts, and modules that peft would
-    mistake for experts by their names."""
+    """The targets that adapter_config.json must list as target_parameters: fused experts, and modules with names that
+    peft mistakes for experts."""
     mistaken = _OLD_EXPERTS.get(hf.checkpoint_layout(model) or "", ())
     return [t for t in plan.targets if t.kind == "experts" or t.module.rpartition(".")[2] in mistaken]
 
@@ -176,10 +176,10 @@ def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
 
 
 def shortest_names(chosen: Sequence[str], all_names: Sequence[str]) -> list[str]:
-    """The last parts of the chosen names, if these match no other names of `all_names`; else the whole names."""
+    """The last parts of the chosen names, if these match no other name in `all_names`; else the full names."""
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
-    meant = {name for name in all_names if name.rpartition(".")[2] in leaves}
-    return leaves if meant == set(chosen) else sorted(chosen)
+    matched = {name for name in all_names if name.rpartition(".")[2] in leaves}
+    return leaves if matched == set(chosen) else sorted(chosen)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -202,14 +202,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     init = config.get("init_lora_weights", True)
     if (init.lower() if isinstance(init, str) else init) not in _BASE_STAYS:
         raise UserError(
-            f"{folder / CONFIG}: init_lora_weights: {init!r:.80} means that the adapter was trained on a base which "
-            "it had changed, and weft would put it on the whole base. Where the untrained adapter was saved, too, "
-            "peft's save_pretrained(NEW, path_initial_model_for_weight_conversion=UNTRAINED) writes one of the "
-            f"whole base. For pissa and olora peft repeats the change: {_by_peft(folder)}"
+            f"{folder / CONFIG}: init_lora_weights: {init!r:.80} means that peft changed the base before it trained "
+            "the adapter, but weft would apply the adapter to the unchanged base. If the untrained adapter was also "
+            "saved, convert it with peft's save_pretrained(NEW, "
+            "path_initial_model_for_weight_conversion=UNTRAINED). For pissa and olora, peft repeats the change: "
+            f"{_by_peft(folder)}"
         )
     if config.get("lora_alpha") == 0:
         raise UserError(
-            f"{folder / CONFIG}: lora_alpha: 0 makes the adapter do nothing; verl's merger writes it whatever was "
+            f"{folder / CONFIG}: lora_alpha: 0 disables the adapter; verl's merger writes 0 whatever value was "
             "trained. Write the alpha that it was trained with."
         )
     wrong = [key for key, is_right in _TYPES.items() if not is_right(config.get(key))]
@@ -219,23 +220,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _by_peft(folder: Path) -> str:
-    """How to get a model of the adapter by peft itself."""
+    """Advice to merge the adapter with peft, the end of a message."""
     return (
-        "Let peft merge it, and go on from that model: "
+        "Merge it with peft, and continue from that model: "
         "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), "
-        f"{str(folder)!r}).merge_and_unload().save_pretrained(NEW_FOLDER), and the tokenizer's files beside it."
+        f"{str(folder)!r}).merge_and_unload().save_pretrained(NEW_FOLDER), and copy the tokenizer's files there."
     )
 
 
 def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
-    """The adapters in a folder, from the names of its tensors. Raises UserError if they do not fit the model."""
+    """The adapters in a folder, determined from the names of its tensors. Raises UserError if they do not fit the
+    model."""
     config = read_config(folder)
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} holds no {WEIGHTS}; an adapter in a pickle (*.bin) must be saved again by peft.")
     with TensorFile.open(folder / WEIGHTS) as file:
         shapes = {name: entry.shape for name, entry in file.entries.items() if not name.endswith(".base_layer.weight")}
-    # peft's rule: names of modules that end with these letters, so that `norm` means input_layernorm, too. An end that
-    # matches nothing stays, for the error that says so.
+    # peft's rule: all modules whose names end with these characters, so `norm` also matches input_layernorm. An end
+    # that matches nothing is passed on, so that find_trained reports it.
     modules = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
     ends = config.get("modules_to_save") or ()
     trained = find_trained(model, [name for end in ends for name in ([m for m in modules if m.endswith(end)] or [end])])
@@ -255,17 +257,17 @@ def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
         path=folder,
         dora=bool(config.get("use_dora")),
     )
-    others = [target.name for target in targets if target.kind != "linear" or target.module == find_facts(model).head]
-    if plan.dora and others:
+    without_dora = [t.name for t in targets if t.kind != "linear" or t.module == find_facts(model).head]
+    if plan.dora and without_dora:
         raise UserError(
-            f"{folder / CONFIG}: use_dora: true with an adapter of {others[0]}: weft has DoRA for linear layers of the "
-            f"decoder only. {_by_peft(folder)}"
+            f"{folder / CONFIG}: use_dora: true with an adapter of {without_dora[0]}: weft supports DoRA only for "
+            f"linear layers of the decoder. {_by_peft(folder)}"
         )
     tied = [name for name in untied_for(model, plan, merged=True) if config.get("ensure_weight_tying")]
     if tied:
         raise UserError(
-            f"{folder / CONFIG}: ensure_weight_tying: true keeps {tied[0]} tied to what the adapter changes, and weft "
-            f"unties them. {_by_peft(folder)}"
+            f"{folder / CONFIG}: ensure_weight_tying: true ties {tied[0]} to a weight that the adapter changes, but "
+            f"weft would untie them. {_by_peft(folder)}"
         )
     _check_shapes(plan, model, shapes, folder)
     return plan
@@ -293,12 +295,12 @@ def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, A
     base_weights = [name for name in unknown if name.removeprefix(PREFIX) in parameters]
     if base_weights and not missing:
         raise UserError(
-            f"{folder / WEIGHTS} holds {base_weights[0]}, a weight of the model itself that peft saved whole "
-            f"({len(base_weights)} such), as it does with embeddings whose vocabulary was changed; modules_to_save of "
-            f"adapter_config.json does not name it. {_by_peft(folder)}"
+            f"{folder / WEIGHTS} contains {base_weights[0]}, a complete weight of the base model "
+            f"({len(base_weights)} such), but modules_to_save in adapter_config.json does not list it. peft saves "
+            f"embeddings this way after a change of the vocabulary. {_by_peft(folder)}"
         )
     if missing or unknown:
-        problem = f"lacks {missing[0]}" if missing else f"holds {unknown[0]}, which this model has no place for"
+        problem = f"lacks {missing[0]}" if missing else f"contains {unknown[0]}, which this model does not have"
         raise UserError(
             f"{folder / WEIGHTS} {problem} ({len(missing) + len(unknown)} tensors in all): is it of this model?"
         )
@@ -315,9 +317,10 @@ def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, A
 
 @torch.no_grad()
 def fill_adapters(module: nn.Module, plan: LoraPlan, specs: ShardSpecs, seed: int) -> None:
-    """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed. specs: how tp divides them.
+    """Fill this rank's shards of the adapters from plan.path, or with random values from the seed. specs: how tp shards
+    them.
 
-    Modules that are trained whole keep the base's values if there is no plan.path.
+    Without plan.path, fully trained modules keep the base's values.
     """
     parameters = dict(module.named_parameters())
     if plan.path is None:

@@ -1,6 +1,6 @@
-"""Boxes: the part of a whole tensor that a rank or a file holds. Shards are read and written as overlaps of boxes.
+"""Boxes: rectangular parts of a full tensor, which a rank or a file holds.
 
-A mesh reads what another mesh wrote by overlapping its own boxes with those on disk.
+Shards are read and written as overlaps of boxes. So a mesh can read files that another mesh wrote.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weft.launch.simulated import on_host
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A range in every dimension of a whole tensor; a scalar's has no dimensions."""
+    """A range in every dimension of a full tensor. The box of a scalar has no dimensions."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
     @staticmethod
     def from_shape(shape: tuple[int, ...]) -> Box:
-        """The box of a whole tensor of this shape."""
+        """The box of a full tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -41,13 +41,13 @@ class Box:
         return math.prod(self.size)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that cut this box out of a tensor that holds the larger box `outer`."""
+        """The slices that select this box from a tensor with the elements of the larger box `outer`."""
         starts = [a - b for a, b in zip(self.start, outer.start, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes of one tensor; None if it is empty."""
+    """The intersection of two boxes of one tensor. None if it is empty."""
     start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
     end = tuple(min(x, y) for x, y in zip(a.end, b.end, strict=True))
     size = tuple(y - x for x, y in zip(start, end, strict=True))
@@ -55,7 +55,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def slabs(box: Box, max_elements: int) -> Iterator[Box]:
-    """The box in parts along its first dimension, of at most about `max_elements` elements each."""
+    """The box, split along its first dimension into boxes of about `max_elements` elements at most."""
     if not box.size:
         yield box
         return
@@ -66,7 +66,7 @@ def slabs(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
-    """(box that this rank holds, its elements); a plain tensor is one whole box."""
+    """(box that this rank holds, its elements). For a plain tensor, the box of the full tensor."""
     local = local_values(tensor)
     if not isinstance(tensor, DTensor):
         return Box.from_shape(tuple(tensor.shape)), local
@@ -76,16 +76,16 @@ def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
     return Box(tuple(start), tuple(size)), local
 
 
-@torch.no_grad()  # to_local then costs no dispatch
+@torch.no_grad()  # without autograd, to_local does not dispatch an operation
 def _local(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """The elements on this rank. Raises RuntimeError if they are asleep."""
+    """The elements on this rank. Raises RuntimeError if Engine.sleep has freed them."""
     local = (_local(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     if local.numel() and not local.untyped_storage().nbytes():
-        raise RuntimeError("the elements of this tensor are asleep (Engine.sleep): call wake() before this")
+        raise RuntimeError("Engine.sleep() has freed the elements of this tensor: call wake() first")
     return local
 
 
@@ -93,8 +93,8 @@ def local_values(tensor: Tensor) -> Tensor:
 class Shard:
     """This rank's part of a tensor.
 
-    replicas: (this rank's index, size) of each group of ranks that hold the same box. groups: process groups of the
-    first len(groups) of these, for broadcasts; none for a plain tensor.
+    replicas: for each mesh axis whose ranks hold the same box, (this rank's index, number of ranks). groups: process
+    groups of the first len(groups) of these axes, for broadcasts; none for a plain tensor.
     """
 
     box: Box
@@ -103,11 +103,12 @@ class Shard:
     groups: tuple[dist.ProcessGroup, ...] = ()
 
     def read(self, box: Box) -> Tensor:
-        """The elements of a box inside this shard's."""
+        """The elements of `box`, which must be inside this shard's box."""
         return self.values[box.within(self.box)]
 
     def is_writer(self, number: int) -> bool:
-        """Whether this rank writes the box for all its replicas; `number` spreads tensors over them."""
+        """Whether this rank, of all replicas, writes the box. number: index of the tensor, which distributes tensors
+        over the replicas."""
         return all(index == number % size for index, size in self.replicas)
 
     def is_reader(self, number: int) -> bool:
@@ -116,7 +117,7 @@ class Shard:
 
 
 class ReadableShard(Protocol):
-    """What an export needs of a shard, wherever its elements are."""
+    """The interface of a shard that an export uses. The elements may be on a device, on the host, or on disk."""
 
     @property
     def box(self) -> Box: ...
@@ -127,16 +128,16 @@ class ReadableShard(Protocol):
 
 
 def shard_of(tensor: Tensor, among: tuple[int, int] | None = None) -> Shard:
-    """This rank's shard. among: (this rank's index, number) among the ranks that hold a plain tensor; default: all
-    ranks."""
+    """This rank's shard. among: (this rank's index, number of ranks) of the ranks that hold a plain tensor; default:
+    all ranks."""
     box, values = local_box(tensor)
     if not isinstance(tensor, DTensor):
         return Shard(box, values, (among or rank_and_world(),))
     mesh = tensor.device_mesh
-    copied = [
+    replicated_axes = [
         axis
         for axis, placement in enumerate(tensor.placements)
         if isinstance(placement, Replicate) and mesh.size(axis) > 1
     ]
-    replicas = tuple((mesh.get_local_rank(axis), mesh.size(axis)) for axis in copied)
-    return Shard(box, values, replicas, tuple(mesh.get_group(axis) for axis in copied))
+    replicas = tuple((mesh.get_local_rank(axis), mesh.size(axis)) for axis in replicated_axes)
+    return Shard(box, values, replicas, tuple(mesh.get_group(axis) for axis in replicated_axes))

@@ -1,7 +1,8 @@
-"""How tensor and expert parallelism divide tensors: the part of a whole tensor that a rank of the axis computes with.
+"""How tensor and expert parallelism shard tensors.
 
-A part is a plain tensor, which FSDP2 shards like any other. It may be several ranges of the whole tensor, concatenated,
-because a fused projection is cut part by part. Both axes may divide one tensor: that is a NestedShardSpec.
+A rank's part is a plain tensor, which FSDP2 shards further. It may be a concatenation of several ranges of the full
+tensor, because each segment of a fused projection is split separately. If both axes shard a tensor, its spec is a
+NestedShardSpec.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from weft.parallel.shards.boxes import Box, Shard, shard_of
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The division of one tensor. shape: of the whole tensor. dim: the divided dimension. ranges: for each rank of the
-    axis, the ranges of `dim` that it holds, in order. copies: for each of these ranges, the number of neighbouring
-    ranks that hold the same; all ranks for an undivided tensor. rank: this rank's index on the axis. ranks: of the
+    """How one mesh axis shards a tensor.
+
+    shape: of the full tensor. dim: the sharded dimension. ranges: for each rank of the axis, the ranges (start, size)
+    of `dim` that it holds, in order. copies: for each of these ranges, the number of neighbouring ranks that hold the
+    same range; for a replicated tensor, all ranks. rank: this rank's index on the axis. ranks: collectives over the
     axis."""
 
     shape: tuple[int, ...]
@@ -38,17 +41,17 @@ class ShardSpec:
 
     @property
     def divides(self) -> bool:
-        """Whether any rank lacks a part of the tensor."""
+        """Whether the tensor is sharded. If not, every rank holds the full tensor."""
         return any(copies < self.size for copies in self.copies)
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
-        """Shape of a rank's part; default: this rank's."""
+        """Shape of a rank's part. rank: default this rank."""
         ranges = self.ranges[self.rank if rank is None else rank]
         return (*self.shape[: self.dim], sum(size for _, size in ranges), *self.shape[self.dim + 1 :])
 
     @property
     def axes(self) -> tuple[Communicator, ...]:
-        """The ranks of each axis of the division."""
+        """Collectives over each axis that shards the tensor."""
         return (self.ranks,)
 
     def for_rank(self, rank: int) -> ShardSpec:
@@ -56,8 +59,8 @@ class ShardSpec:
         return replace(self, rank=rank)
 
     def by_blocks(self, sizes: Sequence[int]) -> ShardSpec:
-        """The division of a tensor with one element for each block of this one. sizes: of a block along each
-        dimension; ranges begin and end between blocks."""
+        """The spec of a tensor with one element per block of this tensor. sizes: of a block along each dimension.
+        Ranges must start and end between blocks."""
         size = sizes[self.dim]
         ranges = tuple(tuple((first // size, count // size) for first, count in ranges) for ranges in self.ranges)
         return replace(
@@ -65,8 +68,8 @@ class ShardSpec:
         )
 
     def boxes(self, box: Box) -> list[tuple[Box, Box, int]]:
-        """The content of `box`, a box of this rank's part, as boxes of the whole tensor: (box of the whole tensor, the
-        same box in the part, number of ranks that hold it)."""
+        """The boxes of the full tensor that `box`, a box of this rank's part, consists of: (box of the full tensor, the
+        same elements as a box of the part, number of ranks that hold them)."""
         if not self.shape:
             return [(box, box, self.size)]
         result, offset, dim = [], 0, self.dim
@@ -80,27 +83,27 @@ class ShardSpec:
         return result
 
     def take(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """This rank's part of a full tensor."""
         if not self.divides:
             return tensor
         return torch.cat([tensor.narrow(self.dim, first, size) for first, size in self.ranges[self.rank]], self.dim)
 
     def join(self, part: Tensor) -> Tensor:
-        """The whole tensor from all ranks' parts. Collective over the axis. Raises RuntimeError if the parts do not
-        fill it."""
+        """The full tensor from all ranks' parts. Collective over the axis. Raises RuntimeError if the parts do not fill
+        it."""
         if not self.divides:
             return part
         shapes = [self.local_shape(rank) for rank in range(self.size)]
         longest = max(shape[self.dim] for shape in shapes)
         sent = part.new_zeros((*self.shape[: self.dim], longest, *self.shape[self.dim + 1 :]))
         sent.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
-        # Ranges of two ranks are either equal or disjoint.
+        # Two ranks' ranges are equal or disjoint, so the distinct ranges must add up to the full dimension.
         filled, total = (
             sum(size for _, size in {range_ for ranges in self.ranges for range_ in ranges}),
             self.shape[self.dim],
         )
         if filled != total:
-            raise RuntimeError(f"ranks hold {filled} of {total} along dim {self.dim}")
+            raise RuntimeError(f"the ranks together hold only {filled} of {total} indices of dimension {self.dim}")
         out = part.new_empty(self.shape)
         for rank, values in enumerate(self.ranks.all_gather(sent)):
             offset = 0
@@ -112,8 +115,9 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class NestedShardSpec:
-    """The division of one tensor by two axes, along different dimensions. outer: of the whole tensor, with different
-    elements on each rank. inner: of the outer's part. ranks: of both axes together, the inner one varying fastest."""
+    """How two mesh axes shard one tensor, along different dimensions. outer: spec of the full tensor; its ranks hold
+    different elements. inner: spec of the outer's part. ranks: collectives over both axes; the inner axis varies
+    fastest."""
 
     outer: ShardSpec
     inner: ShardSpec
@@ -121,7 +125,7 @@ class NestedShardSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return self.outer.shape
 
     @property
@@ -131,7 +135,7 @@ class NestedShardSpec:
 
     @property
     def rank(self) -> int:
-        """This rank's index among them."""
+        """This rank's index among the ranks of both axes."""
         return self.outer.rank * self.inner.size + self.inner.rank
 
     @property
@@ -167,9 +171,9 @@ class NestedShardSpec:
         """As in ShardSpec."""
         result = []
         for between, local, copies in self.inner.boxes(box):
-            for whole_box, within, _ in self.outer.boxes(between):
+            for full_box, within, _ in self.outer.boxes(between):
                 moved = zip(local.start, within.start, between.start, strict=True)
-                result.append((whole_box, Box(tuple(a + b - c for a, b, c in moved), within.size), copies))
+                result.append((full_box, Box(tuple(a + b - c for a, b, c in moved), within.size), copies))
         return result
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -187,7 +191,7 @@ ShardSpecs = Mapping[str, AnyShardSpec]
 
 @dataclass(frozen=True)
 class RankBox:
-    """A box of a whole tensor that this rank holds. first: where its elements start in this rank's shard. replicas: as
+    """A box of a full tensor that this rank holds. first: index of its first element in this rank's shard. replicas: as
     in Shard."""
 
     box: Box
@@ -195,17 +199,18 @@ class RankBox:
     replicas: tuple[tuple[int, int], ...]
 
     def within(self, box: Box) -> tuple[slice, ...]:
-        """The slices that cut `box`, a part of this box, out of this rank's shard."""
+        """The slices that select `box`, a part of this box, from this rank's shard."""
         starts = [a - b + c for a, b, c in zip(box.start, self.box.start, self.first, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, box.size, strict=True))
 
     def is_writer(self, number: int) -> bool:
-        """Whether this rank writes the box for all its replicas; `number` spreads tensors over them."""
+        """Whether this rank, of all replicas, writes the box. number: as in Shard.is_writer."""
         return all(index == number % size for index, size in self.replicas)
 
 
 def rank_boxes(tensor: Tensor, spec: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[RankBox]:
-    """The boxes of the whole tensor that this rank holds. spec: None if no axis divides it. among: see shard_of."""
+    """The boxes of the full tensor that this rank holds. spec: None if neither tp nor ep shards it. among: see
+    shard_of."""
     return _boxes_of_shard(shard_of(tensor, among), spec)
 
 
@@ -220,7 +225,8 @@ def _boxes_of_shard(shard: Shard, spec: AnyShardSpec | None) -> list[RankBox]:
 
 
 def shards_of(tensor: Tensor, spec: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[Shard]:
-    """As `rank_boxes`, with the elements. At least one shard, which may be empty. among: see shard_of."""
+    """The shards of this rank: `rank_boxes` with their elements. At least one shard, which may be empty. among: see
+    shard_of."""
     shard = shard_of(tensor, among)
     boxes = _boxes_of_shard(shard, spec)
     shards = [Shard(b.box, shard.values[b.within(b.box)], b.replicas, shard.groups) for b in boxes]
@@ -229,20 +235,20 @@ def shards_of(tensor: Tensor, spec: AnyShardSpec | None, among: tuple[int, int] 
 
 
 def split(parameter: Tensor, values: Tensor, spec: AnyShardSpec) -> list[tuple[int, Tensor]]:
-    """(number of ranks that hold the box, its elements in `values`) for each box of a parameter, in the order of
-    `shards_of`. values: of the shard's shape, such as a gradient or optimizer state."""
+    """(number of ranks that hold the box, its elements of `values`) for each box of a parameter, in the order of
+    `shards_of`. values: a tensor with the shard's shape, such as a gradient or optimizer state."""
     shard_box = shard_of(parameter).box
     boxes = [(copies, values[part.within(shard_box)]) for _, part, copies in spec.boxes(shard_box)]
     return boxes or [(spec.copies[0], values)]
 
 
 def module_shards(module: nn.Module, specs: ShardSpecs, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:
-    """The shards of every tensor of the state dict, tied ones under each name. among: see shard_of."""
+    """Name -> shards, for every tensor of the state dict. Tied tensors occur under each name. among: see shard_of."""
     return {name: shards_of(t, specs.get(name), among) for name, t in module.state_dict(keep_vars=True).items()}
 
 
 def full_shape(name: str, tensor: Tensor, specs: ShardSpecs) -> tuple[int, ...]:
-    """The shape of a tensor before mesh axes divided it."""
+    """The shape of a tensor before tp and ep sharded it."""
     return specs[name].shape if name in specs else tuple(tensor.shape)
 
 

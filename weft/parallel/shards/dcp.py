@@ -1,9 +1,9 @@
-"""Directories that torch.distributed.checkpoint (DCP) wrote: which tensor is in which bytes of which file.
+"""Reads directories that torch.distributed.checkpoint (DCP) wrote.
 
-`.metadata` is a pickle of torch's own classes, and __RANK_N.distcp is a sequence of chunks, each written by torch.save.
-Both are read as data (pickles.py, torch_archives.py). The description of a tensor is checked before any element is
-read: its chunks fill it, do not overlap, and lie in files of the directory.
-"""
+`.metadata` is a pickle of torch's classes. It maps tensors to byte ranges of files. A file __RANK_N.distcp is a
+sequence of chunks, each written by torch.save. Both are read as data, without running code (pickles.py,
+torch_archives.py). The description of a tensor is checked before any element is read: its chunks fill it, do not
+overlap, and are in files of the directory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ METADATA = ".metadata"
 _LONGEST_METADATA = 1 << 28
 _MOST_DIMENSIONS = 8
 _LONGEST_NAME = 1000
-_MOST_OPEN = 64  # files at once; there may be thousands
-_SLAB_BYTES = 1 << 25  # read at once, in addition to the box being assembled
+_MOST_OPEN = 64  # files open at the same time; a directory may have thousands
+_SLAB_BYTES = 1 << 25  # bytes of one read, in addition to the memory of the requested box
 
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _PATHS = tuple(
@@ -61,7 +61,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the directory. chunks: (box, byte range) of each."""
+    """A tensor of the directory. chunks: (box of the tensor, byte range) of each chunk."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,8 +70,8 @@ class StoredTensor:
 
 @dataclass
 class DcpDirectory:
-    """A directory whose .metadata was read and checked. tensors: by the writer's names. values: byte ranges of values
-    that are no tensors. key: the config key that names the directory, for messages."""
+    """A directory whose .metadata was read and checked. tensors: by the names of the program that wrote it. values:
+    byte ranges of values that are not tensors. key: the config key of the directory, for messages."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -98,7 +98,7 @@ class DcpDirectory:
         return out
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor, or the number in a one-element tensor; None for other tensors."""
+        """A value that is not a tensor, or the number in a tensor of one element. None for other tensors."""
         if name in self.tensors:
             stored = self.tensors[name]
             return self.read(name, Box.from_shape(stored.shape)).item() if math.prod(stored.shape) == 1 else None
@@ -107,7 +107,7 @@ class DcpDirectory:
             return read_archive(self._file(location.file), location.begin, location.length)
 
     def close(self) -> None:
-        """Close the files; a later read opens them again."""
+        """Close the files. A later read opens them again."""
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
@@ -123,14 +123,14 @@ class DcpDirectory:
         return self._files[name]
 
     def _saved(self, name: str, dtype: torch.dtype, chunk: Box, location: ByteRange) -> SavedTensor:
-        """The tensor of a chunk in its file, compared with .metadata."""
+        """The position of a chunk's tensor in its file. Raises UserError if dtype or shape differ from .metadata."""
         if location not in self._chunks:
             with self._readable(location, name):
                 saved = read_archive(self._file(location.file), location.begin, location.length)
             if not isinstance(saved, SavedTensor) or (saved.dtype, saved.shape) != (dtype, chunk.size):
                 raise UserError(
-                    f"{self.key}: {self.folder / location.file} does not hold the part of {name} that {METADATA} says, "
-                    f"{list(chunk.size)} of {dtype}. Write the checkpoint again."
+                    f"{self.key}: {self.folder / location.file} does not contain the part of {name} that {METADATA} "
+                    f"describes, {list(chunk.size)} of {dtype}. Write the checkpoint again."
                 )
             self._chunks[location] = saved
         return self._chunks[location]
@@ -152,8 +152,8 @@ def is_dcp(folder: Path) -> bool:
 
 
 def open_dcp(path: str, key: str) -> DcpDirectory:
-    """The directory at `path`. key: the config key of that path. Raises UserError if it is no such directory, or its
-    files do not match its metadata."""
+    """Open the directory at `path`. key: the config key of the path. Raises UserError if DCP did not write it, or if
+    its files do not match its metadata."""
     folder = Path(path).expanduser()
     if not is_dcp(folder):
         raise UserError(_no_dcp(folder, key))
@@ -165,32 +165,32 @@ def open_dcp(path: str, key: str) -> DcpDirectory:
         tensors, values = _content(folder, read_pickle(file.read_bytes(), _ALLOWED))
     except UnreadableError as error:
         raise UserError(
-            f"{key}: {file} cannot be read: {error}. Is it a whole directory that torch.distributed.checkpoint wrote?"
+            f"{key}: {file} cannot be read: {error}. Is it a complete directory of torch.distributed.checkpoint?"
         ) from error
     except UserError:
         raise
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise UserError(
-            f"{key}: {file} is not what torch.distributed.checkpoint writes: its parts are of other kinds. Write the "
-            "checkpoint again."
+            f"{key}: {file} is not a file that torch.distributed.checkpoint writes: its content has unexpected types. "
+            "Write the checkpoint again."
         ) from error
     return DcpDirectory(folder, tensors, values, key)
 
 
 def _no_dcp(folder: Path, key: str) -> str:
-    """The error message for a path that is no such directory, with a suggestion."""
+    """The error message for a path that DCP did not write, with a suggestion."""
     if not folder.is_dir():
-        return f"{key}: {folder} is no directory: name one that torch.distributed.checkpoint wrote."
+        return f"{key}: {folder} is not a directory. Set {key} to a directory that torch.distributed.checkpoint wrote."
     if any(folder.glob("__*.metadata")):
         return (
-            f"{key}: {folder} has a .metadata for each rank, as DCP writes them without collectives; they do not say "
-            "what belongs together. Save it with torch.distributed.checkpoint.save(..., no_dist=False)."
+            f"{key}: {folder} has a .metadata for each rank, which DCP writes without collectives. weft cannot "
+            "combine them. Save it with torch.distributed.checkpoint.save(..., no_dist=False)."
         )
     inner = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
     if inner:
         return f"{key}: {folder} holds no {METADATA}. Did you mean {' or '.join(map(str, inner[-3:]))}?"
     if any(folder.glob("*.safetensors")):
-        return f"{key}: {folder} holds no {METADATA}, but safetensors: name it in model.path, and leave {key} out."
+        return f"{key}: {folder} holds no {METADATA}, but safetensors. Set model.path to it, and remove {key}."
     return f"{key}: {folder} holds no {METADATA}, so torch.distributed.checkpoint has not finished writing it."
 
 
@@ -210,7 +210,7 @@ def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict
         _name(name)
         if record.name == f"{_CLASSES}BytesStorageMetadata":
             if (name, None) not in locations:
-                raise UnreadableError(f"it does not say where {name} is")
+                raise UnreadableError(f"it has no position of {name}")
             values[name] = locations[name, None]
         else:
             tensors[name] = _tensor(name, record, locations)
@@ -218,20 +218,22 @@ def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict
 
 
 def _byte_range(folder: Path, info: Any, sizes: dict[str, int]) -> ByteRange:
-    """The byte range that a _StorageInfo describes. sizes: of the files seen so far, by name."""
+    """The byte range that a _StorageInfo describes. sizes: sizes of files by name, a cache that this extends."""
     file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or type(begin) is not int or type(length) is not int:
         raise TypeError
     if not is_own_file(file):
-        raise UnreadableError(f"it names {file[:100]!r}, which is no file of its own directory")
+        raise UnreadableError(f"it names {file[:100]!r}, which is not a file of this directory")
     if info.get("transform_descriptors"):
         raise UnreadableError(
-            f"{file} is written through extensions of DCP (compression, encryption), which weft lacks"
+            f"{file} was written with extensions of DCP (compression, encryption), which weft does not support"
         )
     if file not in sizes:
         sizes[file] = regular_file(folder / file, "a file of a checkpoint").stat().st_size
     if not 0 <= begin <= begin + length <= sizes[file]:
-        raise UnreadableError(f"{file} has {sizes[file]:,} bytes, and {begin + length:,} are named: it is cut short")
+        raise UnreadableError(
+            f"{file} is truncated: it has {sizes[file]:,} bytes instead of at least {begin + length:,}"
+        )
     return ByteRange(file, begin, length)
 
 
@@ -252,10 +254,10 @@ def _tensor(name: str, record: Any, locations: Mapping[tuple[str, tuple[int, ...
             raise TypeError
         box = Box(offsets, sizes)
         if not all(end <= size for end, size in zip(box.end, shape, strict=True)):
-            raise UnreadableError(f"a chunk of {name} lies outside of it")
+            raise UnreadableError(f"a chunk of {name} is outside of the tensor")
         if box.numel:
             if (name, offsets) not in locations:
-                raise UnreadableError(f"it does not say where a chunk of {name} is")
+                raise UnreadableError(f"it has no position of a chunk of {name}")
             location = locations[name, offsets]
             if location.length < box.numel * dtypes[dtype.name].itemsize:
                 raise UnreadableError(f"a chunk of {name} is larger than its bytes in {location.file}")
@@ -272,7 +274,7 @@ def _name(text: Any) -> str:
 
 
 def _sizes(numbers: Any) -> tuple[int, ...] | None:
-    """Checked sizes or offsets; None for None."""
+    """Sizes or offsets, after a check of their types. None for None."""
     if numbers is None:
         return None
     if type(numbers) is not tuple or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
@@ -281,11 +283,11 @@ def _sizes(numbers: Any) -> tuple[int, ...] | None:
 
 
 def chunks_fill(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether boxes fill a whole tensor without overlapping.
+    """Whether boxes fill a full tensor without overlapping.
 
-    They do if and only if their indicator functions sum to the whole's. An indicator function is determined by the
-    box's corners, each with the sign (-1) ** (number of coordinates that are ends). So the corners of all boxes must
-    cancel, except those of the whole.
+    They do if and only if their indicator functions sum to the indicator function of the full box. The corners of a box
+    determine its indicator function, if each corner has the sign (-1) ** (number of coordinates that are ends). So the
+    signed corners of all boxes must sum to those of the full box.
     """
     corners: dict[tuple[int, ...], int] = {}
     for box, sign in [(Box.from_shape(shape), -1), *((box, 1) for box in boxes)]:

@@ -1,8 +1,8 @@
 """A torch.distributed.checkpoint directory as a TensorSource: weights and optimizer state under HuggingFace's names.
 
 Trainers save `model.state_dict()`, unchanged or under prefixes (model., app.model.), together with optimizer state and
-more. torchtitan's own models have other names; TITAN maps them, from torchtitan's state_dict_adapter.py of llama3 and
-qwen3.
+more. torchtitan's models have different names. The table TITAN maps them to HuggingFace's, as torchtitan's
+state_dict_adapter.py does for llama3 and qwen3.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.parallel.shards.rank_files import holds_rank_files, open_rank_files
 from weft.parallel.shards.safetensors_files import TensorEntry
 from weft.parallel.shards.source import TensorSource
 
-# Prefixes under which trainers save a model; parts that wrappers insert into names.
+# Prefixes under which trainers save a model, and parts of names that wrappers insert.
 _OWNERS = ("app", "model", "module", "state_dict", "model_state_dict", "actor", "policy")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Names of other states saved with the model.
@@ -33,7 +33,8 @@ STATES = (
     "train_state", "trainer_state", "rng", "rng_state", "extra_state",
 )  # fmt: skip
 
-# torchtitan's name -> HuggingFace's. {}: number of a layer; {e}: of an expert, which torchtitan stacks in one tensor.
+# torchtitan's name -> HuggingFace's name. {}: index of a layer. {e}: index of an expert; torchtitan stacks experts in
+# one tensor.
 TITAN = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -58,15 +59,16 @@ TITAN = {
     "layers.{}.moe.experts.w2": "model.layers.{}.mlp.experts.{e}.down_proj.weight",
     "layers.{}.moe.experts.w3": "model.layers.{}.mlp.experts.{e}.up_proj.weight",
 }
-# model_type -> whether torchtitan's RoPE rotates pairs of neighbouring elements of q and k, HuggingFace's halves.
+# model_type -> whether torchtitan's RoPE rotates pairs of neighbouring elements of q and k. HuggingFace's RoPE rotates
+# element i with element i + width / 2.
 TITAN_TURNS_PAIRS = {"llama": True, "qwen3": False, "qwen3_moe": False}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor in HuggingFace's layout, taken from a stored one. stored: the stored tensor's name. expert: index in the
-    stored tensor's first dimension, which this one lacks; None for the whole tensor. heads: number of heads of q or k
-    whose rows are stored in another order; None if the order is the same."""
+    """A tensor in HuggingFace's layout, as a view of a stored tensor. stored: name of the stored tensor. expert: index
+    in the stored tensor's first dimension, which the view does not have; None for the full tensor. heads: number of
+    heads, for q or k with rows in torchtitan's order; None for HuggingFace's order."""
 
     stored: str
     shape: tuple[int, ...]
@@ -76,16 +78,16 @@ class TensorView:
 
 @dataclass(frozen=True)
 class TensorNaming:
-    """weights: HuggingFace's name -> view. trainer_names: stored name -> the trainer's own name, without prefix and
-    wrappers."""
+    """The names of a directory's tensors. weights: HuggingFace's name -> view. trainer_names: stored name -> the same
+    name without prefix and wrappers."""
 
     weights: Mapping[str, TensorView]
     trainer_names: Mapping[str, str]
 
 
 def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, key: str, folder: str) -> TensorNaming:
-    """Find a model's tensors among stored ones. Tensors of unknown names keep them; the caller refuses them. Raises
-    UserError if the names are neither HuggingFace's nor torchtitan's.
+    """Find a model's tensors among the stored tensors. Tensors with unknown names keep their names, and the caller
+    refuses them. Raises UserError if the names are neither HuggingFace's nor torchtitan's.
 
     shapes: of the stored tensors. key, folder: for messages.
     """
@@ -94,8 +96,8 @@ def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, 
     if prefix is None:
         examples = ", ".join(sorted(plain)[:3])
         raise UserError(
-            f"{key}: {folder} holds no tensors under names of {type(model).__name__}, but {examples}, ...: weft reads "
-            "HuggingFace's names, and torchtitan's of llama and qwen3. Convert it with its own trainer (Megatron's: "
+            f"{key}: {folder} has no tensors with names of {type(model).__name__}, but {examples}, ... weft supports "
+            "HuggingFace's names, and torchtitan's names of llama and qwen3. Convert it with its trainer (Megatron's: "
             "python -m verl.model_merger merge --backend megatron), and set model.path to the result."
         )
     trainer_names = {name: text.removeprefix(prefix) for name, text in plain.items() if not _is_state(text)}
@@ -115,13 +117,14 @@ def unwrapped(name: str) -> str:
 
 
 def _expected(model: PreTrainedModel) -> set[str]:
-    """The model's names, in memory and in files, with and without the prefix of its base model."""
+    """All names of the model's tensors, in memory and in files, with and without the prefix of its base model."""
     names = {*model.state_dict(), *(mapping.disk for mapping in map_tensors(model, None))}
     return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
 
 
 def _best(names: set[str], expected: set[str]) -> tuple[str | None, bool]:
-    """(prefix of the model's names, whether the rest is torchtitan's): the choice that makes the most names known."""
+    """(prefix of the model's names, whether they are torchtitan's names without it). This is the choice with the most
+    known names."""
     best: tuple[int, str | None, bool] = (0, None, False)
     for prefix in sorted({prefix for name in names for prefix in _prefixes(name)}, key=len):
         inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -143,12 +146,12 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _is_state(name: str) -> bool:
-    """Whether a name belongs to the optimizer or another state saved with the model."""
+    """Whether a name belongs to a state in STATES, such as the optimizer's."""
     return next((part for part in name.split(".") if part not in _OWNERS), "") in STATES
 
 
 def _abstract(name: str) -> tuple[str, str]:
-    """(name with {} for the layer's number, that number)."""
+    """(name with {} in place of the layer's index, the index). The index is "" outside layers."""
     match = re.match(r"layers\.(\d+)\.", name)
     return (f"layers.{{}}.{name[match.end() :]}", match[1]) if match else (name, "")
 
@@ -156,12 +159,13 @@ def _abstract(name: str) -> tuple[str, str]:
 def _views(
     name: str, trainer_name: str, shape: tuple[int, ...], model: PreTrainedModel
 ) -> Iterable[tuple[str, TensorView]]:
-    """(HuggingFace's name, view) of each tensor that one of torchtitan's holds."""
+    """(HuggingFace's name, view) of each tensor that a tensor of torchtitan contains."""
     config = model.config.get_text_config()
     if config.model_type not in TITAN_TURNS_PAIRS:
         raise UserError(
-            f"model.dcp_weights: these are torchtitan's names, and weft knows how its {', '.join(TITAN_TURNS_PAIRS)} "
-            f"lie, not its {config.model_type}. Write it with torchtitan's checkpoint.last_save_in_hf, and set "
+            f"model.dcp_weights: these are torchtitan's names, which weft supports for "
+            f"{', '.join(TITAN_TURNS_PAIRS)}, but not for {config.model_type}. Write it with torchtitan's "
+            "checkpoint.last_save_in_hf, and set "
             "model.path."
         )
     abstract, layer = _abstract(trainer_name)
@@ -186,7 +190,7 @@ KEY = "model.dcp_weights"
 
 
 class DcpTensors:
-    """The tensors of a directory that `views` describes, by HuggingFace's name."""
+    """The tensors of a directory under HuggingFace's names, as `views` defines them."""
 
     def __init__(self, directory: DcpDirectory, views: Mapping[str, TensorView]) -> None:
         self._directory, self._views = directory, views
@@ -210,16 +214,16 @@ class DcpTensors:
         if view.expert is not None:
             return self._directory.read(view.stored, Box((view.expert, *box.start), (1, *box.size)))[0]
         if view.heads is not None:
-            return self._turned(view.stored, view.shape[0] // view.heads, box)
+            return self._reordered(view.stored, view.shape[0] // view.heads, box)
         return self._directory.read(view.stored, box)
 
     def close(self) -> None:
         """Close the files."""
         self._directory.close()
 
-    def _turned(self, stored: str, width: int, box: Box) -> Tensor:
-        """A box of q or k in HuggingFace's order of rows. In each head of `width` rows, stored row 2 i + j is
-        HuggingFace's row j width / 2 + i."""
+    def _reordered(self, stored: str, width: int, box: Box) -> Tensor:
+        """A box of q or k in HuggingFace's order of rows. width: rows of a head. In each head, the stored row 2 i + j
+        is HuggingFace's row j width / 2 + i."""
         out = torch.empty(box.size, dtype=self._directory.tensors[stored].dtype)
         first, end = box.start[0], box.start[0] + box.size[0]
         for head in range(first // width, -(-end // width) if end > first else 0):
@@ -234,8 +238,9 @@ class DcpTensors:
 
 @dataclass
 class DcpSource(TensorSource):
-    """states: stored name of a weight -> key of the optimizer's state (exp_avg) -> stored name of that state. numbered:
-    whether states are keyed by number of a parameter, which does not identify the parameter."""
+    """A TensorSource over a DCP directory, with optimizer state. states: stored name of a weight -> key of its
+    optimizer state (exp_avg) -> stored name of the state. numbered: whether the state is keyed by indices of parameters
+    instead of names; an index does not identify the parameter."""
 
     directory: DcpDirectory = field(kw_only=True)
     views: Mapping[str, TensorView] = field(kw_only=True)
@@ -247,7 +252,7 @@ class DcpSource(TensorSource):
         return name in self.views and key in self.states.get(self.views[name].stored, {})
 
     def moments(self, key: str) -> TensorSource:
-        """The optimizer's tensors of one key, under the names of their weights."""
+        """A source of the optimizer's tensors with this key, under the names of their weights."""
         moment_views = {}
         for name, view in self.views.items():
             stored = self.states.get(view.stored, {}).get(key)
@@ -256,7 +261,7 @@ class DcpSource(TensorSource):
         return _source(self.directory, moment_views)
 
     def number(self, name: str, key: str) -> float | None:
-        """A number in the optimizer's state of a weight; None if there is none."""
+        """A number in the optimizer's state of a weight. None if there is none."""
         stored = self.states.get(self.views[name].stored, {}).get(key)
         value = None if stored is None else self.directory.value(stored)
         return float(value) if isinstance(value, int | float) else None
@@ -268,7 +273,8 @@ class DcpSource(TensorSource):
 
 
 def open_weights(path: str, model: PreTrainedModel) -> DcpSource:
-    """The directory of model.dcp_weights. Raises UserError if it is no such directory, or does not fit the model."""
+    """Open the directory of model.dcp_weights. Raises UserError if weft cannot read it, or it does not fit the
+    model."""
     directory = (open_rank_files if holds_rank_files(Path(path).expanduser()) else open_dcp)(path, KEY)
     shapes = {name: stored.shape for name, stored in directory.tensors.items()}
     naming = name_tensors(shapes, model, KEY, str(directory.folder))
@@ -287,8 +293,8 @@ def _source(directory: DcpDirectory, views: Mapping[str, TensorView]) -> TensorS
 
 
 def _states(directory: DcpDirectory, naming: TensorNaming) -> tuple[dict[str, dict[str, str]], bool]:
-    """(stored weight -> key -> stored state, from names such as optimizer.state.NAME.exp_avg; whether any NAME is a
-    number)."""
+    """(states, numbered), as in DcpSource. A state's stored name is like optimizer.state.NAME.exp_avg, where NAME is a
+    weight's name or the index of a parameter."""
     stored_as = {tensor: stored for stored, tensor in naming.trainer_names.items()}
     stored_as |= {unwrapped(stored): stored for stored in naming.trainer_names}
     states: dict[str, dict[str, str]] = {}

@@ -1,7 +1,7 @@
-"""Digests of written tensors, computed in memory; the commit of a checkpoint compares them with the disk.
+"""Digests of written tensors. They are computed in memory, and compared with the disk when a checkpoint is committed.
 
-digests.json lies next to the weights: {"files": {file: {tensor: [[start, size, sha256], ...]}}}, with one entry per box
-written. A digest is of the box's bytes in row-major order.
+digests.json is next to the weights: {"files": {file: {tensor: [[start, size, sha256], ...]}}}, with one entry per
+written box. The digest covers the box's bytes in row-major order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class BoxDigest:
 
     @staticmethod
     def compute(file: str, tensor: str, box: Box, values: Tensor) -> BoxDigest:
-        """values: the box's elements on the CPU, in the file's dtype and order of dimensions."""
+        """The digest of these values. values: the box's elements on the CPU, in the file's dtype and order of
+        dimensions."""
         return BoxDigest(file, tensor, box.start, box.size, sha256(values))
 
     @property
@@ -52,24 +53,24 @@ def sha256(values: Tensor) -> str:
 
 
 def check_boxes(checkpoint: Path, folder: str, digests: Iterable[BoxDigest], writer: int) -> None:
-    """Read back the boxes that a rank has written into a checkpoint's folder and compare. Raises StorageError, with
-    file, tensor and writer, if one differs. writer: that rank."""
-    for name, of_file in groupby(digests, key=lambda digest: digest.file):
+    """Read the boxes that a rank has written into a checkpoint's folder, and compare them with their digests. writer:
+    the rank. Raises StorageError, with file, tensor and writer, if a box differs."""
+    for name, file_digests in groupby(digests, key=lambda digest: digest.file):
         with TensorFile.open(checkpoint / folder / name) as file:
-            for digest in of_file:
+            for digest in file_digests:
                 if sha256(file.read(digest.tensor, digest.box)) != digest.sha256:
                     raise not_as_written(f"{Path(folder, name)}: {digest.tensor}", writer)
 
 
 def check_digests(folder: Path, rank: int = 0, world: int = 1) -> int:
-    """Compare this rank's share of a folder's weights with digests.json; returns the bytes compared. Raises UserError,
-    with file and tensor, if they differ, or if digests.json is malformed."""
+    """Compare this rank's share of a folder's weights with digests.json. Returns the number of compared bytes. Raises
+    UserError, with file and tensor, if they differ, or if digests.json is malformed."""
     compared = 0
     for name, tensors in sorted(_read_digests(folder).items()):
         with TensorFile.open(folder / name) as file:
-            unlike = sorted(tensors.keys() ^ file.entries.keys())
-            if unlike:
-                raise UserError(f"{folder / name}: {unlike[0]} is in only one of this file and {DIGESTS}.")
+            unmatched = sorted(tensors.keys() ^ file.entries.keys())
+            if unmatched:
+                raise UserError(f"{folder / name}: {unmatched[0]} is in only one of this file and {DIGESTS}.")
             for tensor, boxes in sorted(tensors.items())[rank::world]:
                 if not _is_as_written(file, tensor, boxes):
                     raise UserError(f"{folder / name}: {tensor} was changed after it was written: its digest differs.")
@@ -80,27 +81,27 @@ def check_digests(folder: Path, rank: int = 0, world: int = 1) -> int:
 def _read_digests(folder: Path) -> dict[str, dict[str, Any]]:
     files = read_object(folder / DIGESTS, "the digests of weights").get("files")
     if not isinstance(files, dict) or not all(isinstance(tensors, dict) for tensors in files.values()):
-        raise UserError(f"{folder / DIGESTS}: does not say what was written into which file.")
+        raise UserError(f"{folder / DIGESTS}: has no list of the tensors in each file.")
     for name in files:
         if not is_own_file(name):
-            raise UserError(f"{folder / DIGESTS}: {name!r} is no file of its own folder.")
+            raise UserError(f"{folder / DIGESTS}: {name!r} is not a file of this folder.")
     return files
 
 
 def _is_as_written(file: TensorFile, tensor: str, boxes: Any) -> bool:
-    """Whether these boxes fill the tensor, and have the bytes that were written."""
-    whole_box, filled = Box.from_shape(file.entries[tensor].shape), 0
+    """Whether these boxes fill the tensor, and their bytes on disk match the digests."""
+    full_box, filled = Box.from_shape(file.entries[tensor].shape), 0
     try:
         digests = [BoxDigest(file.path.name, tensor, *fields) for fields in boxes]
         for digest in digests:
-            if digest.box != whole_box and overlap(digest.box, whole_box) != digest.box:
+            if digest.box != full_box and overlap(digest.box, full_box) != digest.box:
                 return False
             filled += digest.box.numel
             if sha256(file.read(tensor, digest.box)) != digest.sha256:
                 return False
-    except (TypeError, ValueError):  # no boxes, or boxes of another tensor
+    except (TypeError, ValueError):  # entries that are not boxes, or boxes with another number of dimensions
         return False
-    return filled == whole_box.numel
+    return filled == full_box.numel
 
 
 def not_as_written(name: str, writer: int) -> StorageError:
@@ -112,7 +113,7 @@ def not_as_written(name: str, writer: int) -> StorageError:
 
 
 def write_digests(folder: Path, digests: Iterable[BoxDigest]) -> None:
-    """Write digests.json of a folder from the digests of all ranks."""
+    """Write digests.json into a folder. digests: of all ranks."""
     files: dict[str, dict[str, list[Any]]] = {}
     for digest in digests:
         boxes = files.setdefault(digest.file, {}).setdefault(digest.tensor, [])

@@ -1,8 +1,8 @@
 """The position of every tensor of a checkpoint in the model: the map that loading, export and weight sync share.
 
-transformers stores some families in another layout than it runs them in (single experts, fused projections,
-transposes). Its conversion rules run once, on stand-ins that record which box of which parameter each result is. After
-that no rule is needed: a checkpoint's tensor is a box of a parameter with permuted dimensions.
+For some families, the layout in checkpoints differs from the layout in memory (single experts, fused projections,
+transposes). transformers' conversion rules run once, on placeholders that record the box of the parameter that each
+result is. After that, every tensor of a checkpoint is a box of a parameter with permuted dimensions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weft.parallel.shards.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class TensorMapping:
-    """The checkpoint's tensor `disk` is the box `box` of the model's tensor `runtime`.
+    """The checkpoint's tensor `disk` equals the box `box` of the model's tensor `runtime`, with permuted dimensions.
 
-    dims[i]: the runtime dimension of the checkpoint tensor's dimension i; all other dimensions have size 1 in the box.
-    """
+    dims[i]: the runtime dimension that is dimension i of the checkpoint's tensor. All other runtime dimensions have
+    size 1 in the box."""
 
     disk: str
     runtime: str
@@ -34,7 +34,7 @@ class TensorMapping:
 
     @staticmethod
     def identity(disk: str, runtime: str, shape: tuple[int, ...]) -> TensorMapping:
-        """A whole tensor of the model, unchanged."""
+        """The mapping of a full tensor without change of layout."""
         return TensorMapping(disk, runtime, Box.from_shape(shape), tuple(range(len(shape))))
 
     @property
@@ -43,20 +43,21 @@ class TensorMapping:
         return tuple(self.box.size[dim] for dim in self.dims)
 
     def disk_box(self, box: Box) -> Box:
-        """The part of the checkpoint's tensor that corresponds to `box`, a part of the mapping's box."""
+        """The box of the checkpoint's tensor that corresponds to `box`, a part of the mapping's box."""
         return Box(
             tuple(box.start[dim] - self.box.start[dim] for dim in self.dims), tuple(box.size[dim] for dim in self.dims)
         )
 
     def to_disk(self, values: Tensor) -> Tensor:
-        """Elements of a part of the box, in the checkpoint's order of dimensions; a view."""
+        """A view of `values` in the checkpoint's order of dimensions. values: elements of a part of the mapping's
+        box."""
         if self.dims == tuple(range(values.ndim)):
             return values
         dropped = [dim for dim in range(values.ndim) if dim not in self.dims]
         return values.permute(*self.dims, *dropped).reshape([values.shape[dim] for dim in self.dims])
 
     def to_runtime(self, values: Tensor, box: Box) -> Tensor:
-        """Elements of disk_box(box), in the model's order of dimensions; a view."""
+        """A view of `values` in the model's order of dimensions. values: elements of disk_box(box)."""
         if self.dims == tuple(range(len(box.size))):
             return values
         dropped = [dim for dim in range(len(box.size)) if dim not in self.dims]
@@ -67,11 +68,11 @@ class TensorMapping:
 
 
 def map_tensors(model: PreTrainedModel, names: Iterable[str] | None) -> list[TensorMapping]:
-    """The mappings of every parameter and persistent buffer, tied ones under their owner's name.
+    """The mappings of every parameter and persistent buffer. A tied tensor occurs under its owner's name.
 
-    names: of the source's tensors, which select the rules that its files need; None for transformers' default layout.
-    Call it before the model is sharded, because rules are found by class, and sharding renames classes. Raises
-    UserError if the rules do more than reorder elements, or lose some.
+    names: names of the source's tensors, which select the conversion rules; None for transformers' default layout. Call
+    this before the model is sharded: rules are selected by class, and sharding renames classes. Raises UserError if the
+    rules do more than reorder elements, or lose elements.
     """
     if names is not None:
         hf.choose_rules(model, names)
@@ -99,11 +100,11 @@ def map_tensors(model: PreTrainedModel, names: Iterable[str] | None) -> list[Ten
 
 
 class UnsupportedRule(Exception):
-    """A conversion rule that does more than reorder elements."""
+    """Raised for a conversion rule that does more than reorder elements."""
 
 
 class _Traced:
-    """Stands in for a tensor in transformers' conversion operations and records where its elements come from."""
+    """A placeholder for a tensor in transformers' conversion operations. It records the origin of its elements."""
 
     def __init__(self, runtime: str, shape: tuple[int, ...]) -> None:
         self.runtime = runtime
@@ -113,7 +114,7 @@ class _Traced:
     def mapping(self, disk: str) -> TensorMapping:
         return TensorMapping(disk, self.runtime, self.box, self.dims)
 
-    # The tensor methods that the operations call. Copies do not matter, only the order of elements.
+    # The tensor methods that the operations call. Only the order of elements matters, so contiguous() does nothing.
 
     @property
     def shape(self) -> torch.Size:
@@ -144,12 +145,12 @@ class _Traced:
         raise UnsupportedRule(getattr(function, "__name__", str(function)))
 
     def _chunk(self, chunks: int, dim: int = 0) -> tuple[_Traced, ...]:
-        axis = self.dims[dim]
-        total, out = self.box.size[axis], []
+        runtime_dim = self.dims[dim]
+        total, out = self.box.size[runtime_dim], []
         step = -(-total // chunks)
         for first in range(0, total, step):
             start, size = list(self.box.start), list(self.box.size)
-            start[axis], size[axis] = start[axis] + first, min(step, total - first)
+            start[runtime_dim], size[runtime_dim] = start[runtime_dim] + first, min(step, total - first)
             out.append(self._with(Box(tuple(start), tuple(size)), self.dims))
         return tuple(out)
 

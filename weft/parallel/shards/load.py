@@ -1,7 +1,7 @@
-"""Loading weights into a sharded model: every rank reads only the boxes that it holds.
+"""Loads weights into a sharded model. Every rank reads only the boxes that it holds.
 
-The plan is made from names and shapes alone, before anything large is read, so that missing, unexpected and misshapen
-tensors are errors at once.
+The plan needs only names and shapes. It is made before any weights are read, so missing, unexpected and misshapen
+tensors are reported immediately.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Fills = Mapping[
     str, Sequence[tuple[TensorMapping, str]]
 ]  # tensor of the model -> its mappings, each with its name in the files
 Progress = Callable[[int, int], None]  # (bytes filled so far, all bytes of this rank)
-_COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
+_COMPARED_ROWS = 1 << 24  # elements of two tied tensors that are compared together
 
 
 @dataclass(frozen=True)
 class LoadPlan:
     """How a model is filled. fills: tensor of the model -> its mappings, each with its name in the files. left_out:
-    names in the files that are not used. fresh: tensors that the files lack and that are initialised elsewhere. drafts:
-    names of layers for multi-token prediction, which are not trained, and which exports copy."""
+    names in the files that are not used. fresh: tensors that the files do not contain, and that are initialised
+    elsewhere. drafts: names of layers for multi-token prediction; they are not trained, and exports copy them."""
 
     source: TensorSource
     fills: dict[str, list[tuple[TensorMapping, str]]]
@@ -52,7 +52,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of a load. bytes_read: requested from the disk by this rank. left_out, drafts: as in LoadPlan."""
+    """The result of a load. bytes_read: bytes that this rank read from disk. left_out, drafts: as in LoadPlan."""
 
     tensors: int
     bytes_read: int
@@ -68,13 +68,12 @@ def plan_load(
     untied: Sequence[str] = (),
     may_lack: Collection[str] = (),
 ) -> tuple[list[TensorMapping], LoadPlan]:
-    """The layout of a source and the plan for filling the model (on meta, not yet sharded) from it.
+    """The layout of a source, and the plan to fill the model from it. model: on meta, not yet sharded.
 
-    ignore: globs of tensors in the files that may be left out. untied: tied names to untie; tied weights that differ in
-    the files are untied too. If the files hold only one of two untied tensors, both are filled from it. may_lack:
-    tensors of the model that the files may lack. Raises UserError, with the first few, if tensors are missing,
-    unexpected or misshapen.
-    """
+    ignore: globs of tensors in the files that need not be used. untied: tied names to untie. Tied weights that differ
+    in the files are also untied. If the files contain only one of two untied tensors, both are filled from it.
+    may_lack: tensors of the model that may be missing from the files. Raises UserError, with the first names, if
+    tensors are missing, unexpected or misshapen."""
     for name, owner in hf.tied_parameters(model).items():
         if name in source.names and owner in source.names and _differ(source, name, owner):
             hf.untie(model, name)
@@ -125,8 +124,8 @@ def plan_load(
 
 
 def _names_in_files(model: PreTrainedModel, mappings: list[TensorMapping], names: list[str]) -> dict[str, str]:
-    """Name of the mapping -> name in the files, for mappings that they hold: its own name, one with another prefix, or
-    a tied one."""
+    """Disk name of a mapping -> name in the files, for the mappings that the files contain. The name in the files may
+    have another prefix, or be the name of a tied tensor."""
     available = set(names)
     result = {mapping.disk: mapping.disk for mapping in mappings if mapping.disk in available}
     if len(result) == len(mappings):
@@ -148,7 +147,7 @@ def _raise_for(key: str, problem: str, names: list[str]) -> None:
 
 
 def _differ(source: TensorSource, a: str, b: str) -> bool:
-    """Whether two tensors of the files differ; each rank compares its share of the rows."""
+    """Whether two tensors of the files differ. Collective: each rank compares its share of the rows."""
     shape = source.shape(a)
     if shape != source.shape(b):
         return True
@@ -167,12 +166,12 @@ def _differ(source: TensorSource, a: str, b: str) -> bool:
 def load_weights(
     module: TrainModule, plan: LoadPlan, specs: ShardSpecs, progress: Progress | None = None
 ) -> LoadReport:
-    """Fill the parameters and persistent buffers of a sharded module in place, except adapters, fresh tensors and bytes
-    of quantised weights; collective where shards are replicated.
+    """Fill the parameters and persistent buffers of a sharded module in place, except adapters, fresh tensors and the
+    codes of quantised weights. Collective if shards are replicated.
 
-    Each tensor is read by one of its replicas, in turn, and broadcast to the others.
+    One replica reads each tensor, in turn, and broadcasts it to the other replicas.
     """
-    started, before = time.perf_counter(), plan.source.bytes_read
+    started, earlier_bytes = time.perf_counter(), plan.source.bytes_read
     targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
     filled = {id(tensor) for tensor in targets.values()}
     state = module.state_dict(keep_vars=True).items()
@@ -183,7 +182,7 @@ def load_weights(
     assert not empty, f"nothing fills {empty[:3]}"
     fill_tensors(targets, plan.fills, plan.source, specs, progress)
     seconds = time.perf_counter() - started
-    return LoadReport(len(targets), plan.source.bytes_read - before, seconds, plan.left_out, plan.drafts)
+    return LoadReport(len(targets), plan.source.bytes_read - earlier_bytes, seconds, plan.left_out, plan.drafts)
 
 
 def fill_tensors(
@@ -193,9 +192,9 @@ def fill_tensors(
     specs: ShardSpecs,
     progress: Progress | None = None,
 ) -> None:
-    """Fill sharded tensors in place, in the order of their bytes in the files; collective where shards are replicated.
+    """Fill sharded tensors in place, in the order of their bytes in the files. Collective if shards are replicated.
 
-    targets: runtime name -> a tensor that is sharded like the model's tensor of that name.
+    targets: runtime name -> a tensor that is sharded like the model's tensor with this name.
     """
     order = sorted(targets, key=lambda name: min(source.sort_key(file) for _, file in fills[name]))
     total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
@@ -217,8 +216,8 @@ def fill_tensors(
 def fill_random(
     module: TrainModule, specs: ShardSpecs, config: PretrainedConfig, dtype: torch.dtype, seed: int
 ) -> None:
-    """Fill a sharded module in place with transformers' own initial weights. Each rank draws the whole model."""
-    config = deepcopy(config)  # the model's own config names weft's attention
+    """Fill a sharded module in place with transformers' initial weights. Each rank draws all weights of the model."""
+    config = deepcopy(config)  # build_random sets another attention than the model's config has
     drawn = hf.build_random(config, dtype=dtype, attention="eager", seed=seed).state_dict()
     for name, tensor in module.hf_model.state_dict(keep_vars=True).items():
         for shard in shards_of(tensor, specs.get(name)):
@@ -227,19 +226,19 @@ def fill_random(
 
 @torch.no_grad()
 def fill_box(local: Tensor, box: Box, mappings: Sequence[tuple[TensorMapping, str]], source: TensorSource) -> None:
-    """Copy the overlap of every mapping with this rank's box."""
+    """Fill `local` with the elements of `box`, from all mappings that overlap it."""
     filled = 0
     for mapping, name in sorted(mappings, key=lambda pair: source.sort_key(pair[1])):
-        part = overlap(mapping.box, box)
-        if part is not None:
-            values = source.read(name, mapping.disk_box(part))
-            local[part.within(box)].copy_(mapping.to_runtime(values, part))
-            filled += part.numel
+        common = overlap(mapping.box, box)
+        if common is not None:
+            values = source.read(name, mapping.disk_box(common))
+            local[common.within(box)].copy_(mapping.to_runtime(values, common))
+            filled += common.numel
     assert filled == box.numel, f"{mappings[0][0].runtime}: {filled} of {box.numel} elements filled"
 
 
 def read_whole(plan: LoadPlan, name: str) -> Tensor:
-    """A whole tensor of the model, by its runtime name, in the files' dtype; fp32 for quantised tensors."""
+    """A full tensor of the model, in the files' dtype, or in fp32 if it is quantised. name: its runtime name."""
     mappings = plan.fills[name]
     shape = tuple(max(ends) for ends in zip(*(mapping.box.end for mapping, _ in mappings), strict=True))
     out = torch.empty(shape, dtype=plan.source.dtypes.get(mappings[0][1], torch.float32))

@@ -1,8 +1,8 @@
-"""Pickles read as data: files that other programs wrote with pickle or torch.save. Nothing in them is ever run.
+"""Reads pickles as data: files that other programs wrote with pickle or torch.save. No code in them is ever run.
 
 A pickle is a program for a small stack machine. This machine implements the instructions that build data. For an
-instruction that would import or call something, it makes a `PickledObject` of the name and the arguments. A name that
-the caller does not list is an error. So a file can at worst be wrong about its own content.
+instruction that would import or call something, it creates a `PickledObject` with the name and the arguments. A name
+that the caller does not allow is an error. So a malicious file can only return wrong data.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_LONGEST_NAME = 256  # of a module or a class
-_BYTES_PER_CONTAINER = 8  # fewest of any real file; an empty dict takes 1 byte of a file and 64 of memory
-PERSISTENT = "persistent id"  # the name under which references to storages are listed
+_LONGEST_NAME = 256  # characters in the name of a module or class
+# Real files have at least this many bytes per container. The limit is needed because an empty dict takes 1 byte of a
+# file but 64 bytes of memory.
+_BYTES_PER_CONTAINER = 8
+PERSISTENT = "persistent id"  # the name that allows references to storages
 
 Constructor = Callable[..., Any]
 
 
 def new_dict(*_: Any) -> dict[Any, Any]:
-    """Stands in for the constructor of OrderedDict and the like, which are filled afterwards."""
+    """Replaces the constructor of OrderedDict and similar classes. Later instructions fill the dict."""
     return {}
 
 
 class UnreadableError(ValueError):
-    """A pickle that cannot be read. The message gives the reason."""
+    """Raised if a file cannot be read. The message is the reason."""
 
 
 @dataclass(eq=False, slots=True)
 class PickledObject:
-    """An object that a pickle would construct. args: of its constructor. state: argument of its __setstate__. fields:
-    items that would be set in it."""
+    """An object that a pickle would construct. args: arguments of its constructor. state: argument of its __setstate__.
+    fields: items that the pickle would set in it."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -40,13 +42,13 @@ class PickledObject:
     fields: dict[Any, Any] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
-        """An attribute, by name; None if there is none."""
+        """The attribute with this name. None if there is none."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalName:
-    """A class or function that a pickle refers to, which is not looked up."""
+    """The name of a class or function that a pickle refers to. It is not imported."""
 
     name: str
 
@@ -54,9 +56,9 @@ class GlobalName:
 def read_pickle(data: bytes, allowed: Mapping[str, Constructor | None]) -> Any:
     """The content of a pickle.
 
-    allowed: module.name that it may refer to -> None, for a PickledObject of each call, or a function that makes a
-    value of the arguments. Raises UnreadableError for other names, for other instructions, and for a pickle that is cut
-    short.
+    allowed: module.name that it may refer to -> a function that computes a value from the arguments of a call, or None
+    to represent the call by a PickledObject. Raises UnreadableError for other names, for instructions outside _STEPS,
+    and for a truncated pickle.
     """
     machine = _PickleMachine(data, allowed)
     try:
@@ -71,7 +73,7 @@ def read_pickle(data: bytes, allowed: Mapping[str, Constructor | None]) -> Any:
         raise UnreadableError("its instructions do not fit together") from error
 
 
-_KEYS = (str, int, PickledObject)  # of dicts; hashing a nested tuple could take any time
+_KEYS = (str, int, PickledObject)  # allowed keys of dicts; hashing a deeply nested tuple could take very long
 
 
 class _PickleMachine:
@@ -84,10 +86,10 @@ class _PickleMachine:
         self._containers = 64 + len(data) // _BYTES_PER_CONTAINER
 
     def take(self, count: int) -> bytes:
-        """The next bytes of the program."""
+        """The next `count` bytes of the program."""
         end = self.position + count
         if end > len(self.data):
-            raise UnreadableError("it is cut short")
+            raise UnreadableError("it is truncated")
         data = self.data[self.position : end]
         self.position = end
         return data
@@ -98,7 +100,7 @@ class _PickleMachine:
     def line(self) -> str:
         end = self.data.find(b"\n", self.position, self.position + _LONGEST_NAME)
         if end < 0:
-            raise UnreadableError("it is cut short")
+            raise UnreadableError("it is truncated")
         return self.take(end + 1 - self.position)[:-1].decode()
 
     def push_new(self, container: Any) -> None:
@@ -116,7 +118,8 @@ class _PickleMachine:
         return items
 
     def remember(self, index: int) -> None:
-        """Store in the memo. Only in order, as all writers do it: a place far ahead would need all memory before it."""
+        """Store the top of the stack in the memo. Indices must be consecutive, as in all real files: a large index
+        would allocate a large memo."""
         if index > len(self.memo):
             raise UnreadableError("its notes are out of order")
         self.memo[index : index + 1] = [self.stack[-1]]
@@ -137,7 +140,7 @@ class _PickleMachine:
         state, record = self.stack.pop(), self.stack[-1]
         if type(record) is PickledObject:
             record.state = state
-        elif type(record) is not dict:  # an OrderedDict has attributes that nobody reads
+        elif type(record) is not dict:  # attributes of an OrderedDict are ignored
             raise TypeError
 
     def put(self, pairs: list[Any]) -> None:
@@ -153,7 +156,7 @@ class _PickleMachine:
         self.stack[-1].extend(items)
 
     def fold(self, count: int) -> None:
-        """Replace the topmost items by a tuple of them."""
+        """Replace the topmost `count` items by a tuple of them."""
         if count > len(self.stack):
             raise IndexError
         items = tuple(self.stack[-count:])

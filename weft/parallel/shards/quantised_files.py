@@ -1,8 +1,7 @@
-"""Weights that are quantised on disk: how a box of one is dequantised while it is read, and how its bytes are read as
-they are.
+"""Reads weights that are quantised on disk: boxes of dequantised values, or of the stored bytes.
 
-FP8 in blocks (DeepSeek), MXFP4 (gpt_oss), bitsandbytes' 4 and 8 bits. A decoder's `form` is the format of
-ops/low_bit.py that holds the same bytes, so that `lora.base` keeps them; None if there is none.
+Formats: FP8 in blocks (DeepSeek), MXFP4 (gpt_oss), bitsandbytes' 4 and 8 bits. A decoder's `form` is the format of
+ops/low_bit.py with the same bytes, so that `lora.base` can load them unchanged; None if there is none.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from weft.parallel.shards.boxes import Box
 
 
 class StoredTensors(Protocol):
-    """Tensors as files hold them."""
+    """Tensors as they are stored in files. raw: a box of a tensor, by default all of it."""
 
     def raw(self, name: str, box: Box | None = None) -> Tensor: ...
 
 
 _SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-# bitsandbytes: ends of the names of what belongs to a weight.
+# bitsandbytes: suffixes of the names of the tensors that belong to a weight.
 _ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 _STATE, _SCB = ".quant_state.bitsandbytes__", "SCB"
 _MX_BLOCK = 32  # elements that share a scale (OCP Microscaling Formats 1.0, section 5.2)
 
 
 def weight_of(name: str) -> str:
-    """Name of the weight that a stored tensor is of, if it is a part of a quantised one; else the name itself."""
+    """The name of the quantised weight that a stored tensor belongs to; for other tensors, their name."""
     weight = name.partition(_STATE)[0]
     for end in (_SCALE, _BLOCKS, _SCALES, _ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP):
         weight = weight.removesuffix(end)
@@ -46,7 +45,8 @@ def weight_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """`name` [..., N, K] in FP8, times one factor per block of `block` elements, in `name`_scale_inv."""
+    """A weight [..., N, K]: FP8 codes in `name`, and a factor for each block of `block` elements in
+    `name`_scale_inv."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,21 +73,22 @@ class Fp8Blocks:
         values = source.raw(self.name, box).float()
         scales = self.scales(source, box)
         for dim, (start, size) in enumerate(zip(box.start[-2:], self.block, strict=True), start=values.ndim - 2):
-            places = torch.arange(start, start + values.shape[dim]) // size - start // size
-            scales = scales.index_select(dim, places)
+            block_index = torch.arange(start, start + values.shape[dim]) // size - start // size
+            scales = scales.index_select(dim, block_index)
         return values * scales
 
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """Experts [E, K, N], stored transposed: `name`_blocks [E, N, K/32, 16], two FP4 per byte; _scales [E, N, K/32]."""
+    """Experts [E, K, N], stored transposed: `name`_blocks [E, N, K/32, 16] with two FP4 codes per byte, and
+    `name`_scales [E, N, K/32] with exponents."""
 
     name: str
     shape: tuple[int, ...]
     form = low_bit.MXFP4
 
     def codes(self, source: StoredTensors, box: Box) -> Tensor:
-        """The codes of a box, [experts, inputs, outputs / 2]: of two outputs a byte, where the file has two inputs."""
+        """The codes of a box, [experts, inputs, outputs / 2]. A byte has two outputs; in the file it has two inputs."""
         packed, _ = self._raw(source, box)
         by_output = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(2).transpose(1, 2)
         return by_output[..., ::2] | (by_output[..., 1::2] << 4)
@@ -100,9 +101,9 @@ class Mxfp4Experts:
         """([experts, outputs, blocks, 16] bytes, [experts, outputs, blocks] exponents) of the blocks of a box."""
         (experts, inputs, outputs), (n_experts, n_inputs, n_outputs) = box.start, box.size
         first, last = inputs // _MX_BLOCK, -(-(inputs + n_inputs) // _MX_BLOCK)
-        part = Box((experts, outputs, first), (n_experts, n_outputs, last - first))
-        blocks = Box((*part.start, 0), (*part.size, _MX_BLOCK // 2))
-        return source.raw(self.name + _BLOCKS, blocks), source.raw(self.name + _SCALES, part)
+        scales = Box((experts, outputs, first), (n_experts, n_outputs, last - first))
+        blocks = Box((*scales.start, 0), (*scales.size, _MX_BLOCK // 2))
+        return source.raw(self.name + _BLOCKS, blocks), source.raw(self.name + _SCALES, scales)
 
     def read(self, source: StoredTensors, box: Box) -> Tensor:
         packed, exponents = self._raw(source, box)
@@ -115,7 +116,8 @@ class Mxfp4Experts:
 
 @dataclass(frozen=True)
 class BnbInt8:
-    """`name` [N, K] in int8, times the largest magnitude of its row / 127, in SCB (LLM.int8(), bitsandbytes)."""
+    """A weight [N, K] of LLM.int8() (bitsandbytes): int8 codes in `name`, and the largest magnitude of each row in SCB.
+    An element is code x magnitude / 127."""
 
     name: str
     shape: tuple[int, ...]
@@ -135,10 +137,12 @@ class BnbInt8:
 
 @dataclass(frozen=True)
 class Bnb4Bits:
-    """`name` [N, K] in bitsandbytes' 4 bits: codes of the flattened weight, two a byte whose upper half is the first,
-    levels in .quant_map, and a scale for each block of `block` elements in .absmax: fp32, or an index of
-    .nested_quant_map, times .nested_absmax of its group of `group` scales, plus offset. dtype: that the levels times
-    the scales are rounded to."""
+    """A weight [N, K] in bitsandbytes' 4 bits.
+
+    `name` has the codes of the flattened weight, two per byte, the first in the upper four bits. .quant_map has the
+    levels. .absmax has a scale for each block of `block` elements. Without `group` the scales are fp32. With `group` a
+    scale is .nested_quant_map[.absmax] x .nested_absmax of its group of `group` scales + offset. dtype: to which level
+    x scale is rounded."""
 
     name: str
     shape: tuple[int, ...]
@@ -155,14 +159,14 @@ class Bnb4Bits:
         return flat.view(rows, width // 2)[:, column // 2 : (column + columns) // 2]
 
     def scales(self, source: StoredTensors, box: Box) -> Tensor:
-        """The bytes of the scales of a box of whole blocks."""
+        """The stored scales of a box. The box must consist of complete blocks."""
         (row, column), (rows, columns) = box.start, box.size
         blocks = self.shape[1] // self.block
         flat = source.raw(self.name + _ABSMAX, Box((row * blocks,), (rows * blocks,)))
         return flat.view(rows, blocks)[:, column // self.block : (column + columns) // self.block]
 
     def groups(self, source: StoredTensors) -> nf4.ScaleGroups:
-        """What the scales are relative to, where they are quantised in turn."""
+        """The numbers to decode the scales, for scales that are quantised (`group`)."""
         return nf4.ScaleGroups(source.raw(self.name + _NESTED_ABSMAX).float(), torch.tensor(self.offset))
 
     def read(self, source: StoredTensors, box: Box) -> Tensor:
@@ -191,9 +195,11 @@ def find_decoders(
     path: str,
     source: StoredTensors | None = None,
 ) -> tuple[dict[str, Decoder], frozenset[str]]:
-    """(name -> decoder, names in the files that are part of another tensor). config: quantization_config; None if the
-    model is not quantised. source: the files, of which bitsandbytes' descriptions of tensors are read. Raises UserError
-    for other methods."""
+    """(name of a quantised weight -> decoder, names in the files that belong to quantised weights).
+
+    config: quantization_config; None if the model is not quantised. source: the files, from which bitsandbytes'
+    descriptions of tensors are read. Raises UserError for unsupported methods and malformed tensors.
+    """
     if config is None:
         return {}, frozenset()
     method = str(config.get("quant_method"))
@@ -274,7 +280,8 @@ def _four_bits(
     path: str,
     source: StoredTensors,
 ) -> Bnb4Bits:
-    """key: name of the tensor whose bytes are a JSON object, which describes the weight `name`."""
+    """The decoder of the weight `name`. key: name of a tensor whose bytes are a JSON object that describes the
+    weight."""
     try:
         state = json.loads(bytes(source.raw(key).tolist()))
         shape = tuple(int(n) for n in state["shape"])
@@ -293,6 +300,6 @@ def _four_bits(
         raise UserError(f"model.path: {path!r}: {key} does not describe a weight in 4 bits: {error!r:.80}.") from error
     if not fits:
         raise UserError(f"model.path: {path!r}: {name} is not {list(shape)} in bitsandbytes' 4 bits, as {key} says.")
-    known = nf4.is_usual(source.raw(name + _MAP), source.raw(name + _NESTED_MAP)) if group else False
-    usual = known and block == nf4.BLOCK and group == nf4.GROUP and shape[1] % block == 0
-    return Bnb4Bits(name, shape, block, int(group) if group else None, offset, dtype, low_bit.NF4 if usual else None)
+    has_nf4_levels = nf4.is_usual(source.raw(name + _MAP), source.raw(name + _NESTED_MAP)) if group else False
+    is_nf4 = has_nf4_levels and block == nf4.BLOCK and group == nf4.GROUP and shape[1] % block == 0
+    return Bnb4Bits(name, shape, block, int(group) if group else None, offset, dtype, low_bit.NF4 if is_nf4 else None)

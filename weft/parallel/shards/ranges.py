@@ -1,12 +1,13 @@
 """Files that several ranks write together, with one writer for each block.
 
-Clients of a network file system cache whole pages and do not see each other's. If two clients change bytes of one page,
-the later write-back may undo the earlier. So a rank writes only blocks that it holds whole into the shared file. Its
-bytes of other blocks, at seams with other ranks, go to a file of its own; once all ranks are done, one rank per shared
-file copies them into place. No file is open on one rank while another writes it, so close-to-open consistency suffices.
+Clients of a network file system cache full pages, and do not see each other's pages. If two clients change bytes of one
+page, the later write-back may undo the earlier one. So a rank writes to the shared file only the blocks of which it
+holds all bytes. It writes its bytes of other blocks, at the seams between ranks, to a separate seam file. After all
+ranks have finished, one rank per shared file copies the seam bytes into the shared file. No file is open on one rank
+while another rank writes it, so close-to-open consistency is sufficient.
 
-Shards of the first dimension are long ranges with two seams each. Boxes in other dimensions, with rows shorter than a
-block, go through the seam file entirely, and are written twice.
+Shards along the first dimension are long ranges with two seams each. Boxes along other dimensions have ranges shorter
+than a block. All their bytes go through the seam file, and are written twice.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from torch import Tensor
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.safetensors_files import RangeFile, TensorEntry, bytes_of, runs
 
-BLOCK = 1 << 16  # bytes, counted from a file's start: the largest page in use (arm64), and a multiple of the others
+BLOCK = 1 << 16  # bytes: the largest page size in use (arm64), and a multiple of all smaller page sizes
 _RECORD = struct.Struct("<QQ")  # first byte in the file, length
 
 
 class RangeWriter:
-    """Writes one rank's boxes into existing files of the right size.
+    """Writes one rank's boxes into existing files of the final size.
 
-    seams: the rank's seam file; None if no other rank writes these files.
+    seams: path of the rank's seam file; None if no other rank writes these files.
     """
 
     def __init__(self, folder: Path, seams: Path | None) -> None:
@@ -46,8 +47,8 @@ class RangeWriter:
         return 0 if self._seams is None else self._seams.bytes
 
     def write(self, file: str, entry: TensorEntry, part: Box, box: Box, values: Tensor) -> None:
-        """Write a box of a tensor. part: the whole box of the tensor that this rank writes, in one or several calls.
-        values: on the CPU, of the box's shape and the file's dtype."""
+        """Write a box of a tensor. part: all of the tensor that this rank writes, in one or several calls. values: on
+        the CPU, with the box's shape and the file's dtype."""
         assert tuple(values.shape) == box.size and values.dtype == entry.dtype, (file, values.shape, values.dtype)
         values = values.contiguous()
         view, offset = bytes_of(values).data, 0
@@ -58,7 +59,8 @@ class RangeWriter:
             offset += length
 
     def _whole_blocks(self, begin: int, length: int) -> tuple[int, int]:
-        """(first byte, end) of the blocks that lie wholly in a range; the range itself if only this rank writes."""
+        """(first byte, end) of the blocks that are completely inside a range. If only this rank writes, the full
+        range."""
         if self._seams is None:
             return begin, begin + length
         return -(-begin // BLOCK) * BLOCK, (begin + length) // BLOCK * BLOCK
@@ -89,8 +91,8 @@ class RangeWriter:
 
 
 class _SeamWriter:
-    """A file of seams: records of (first byte, length, bytes); then, as JSON, where the records of each shared file
-    are, [file, begin, end]; then the length of the JSON."""
+    """Writes a seam file. It consists of records (first byte, length, bytes), a JSON list of the positions of the
+    records of each shared file, [file, begin, end], and the length of the JSON."""
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
@@ -120,18 +122,18 @@ class _SeamWriter:
 
 
 def join_seams(folder: Path, file: str, seams: Iterable[Path]) -> int:
-    """Copy the seam bytes of all ranks into one file and fsync it; returns the number of bytes.
+    """Copy the seam bytes of all ranks into one file, and fsync it. Returns the number of copied bytes.
 
-    Called by one rank, once every rank's seam file is complete.
+    Exactly one rank must call this, after every rank's seam file is complete.
     """
-    joined = 0
+    copied = 0
     with RangeFile(folder / file) as opened:
         for path in seams:
             for offset, content in _read_seams(path, file):
                 opened.write(memoryview(content), offset)
-                joined += len(content)
+                copied += len(content)
         opened.fsync()
-    return joined
+    return copied
 
 
 def _read_seams(path: Path, file: str) -> Iterator[tuple[int, bytes]]:

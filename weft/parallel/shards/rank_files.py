@@ -1,8 +1,8 @@
-"""Checkpoints of verl's FSDP: a file per rank, in which torch.save wrote the rank's shard of every tensor.
+"""Reads checkpoints of verl's FSDP: one file per rank, with the rank's shard of every tensor, written by torch.save.
 
-Shards are DTensors, pickled with their mesh, and read as data (pickles.py). Needed of each are the whole shape, the
-sharded dimension, and where in the file the rank's elements are. On a mesh of one axis these determine the rank's box.
-"""
+Shards are DTensors that were pickled with their mesh. They are read as data (pickles.py). weft needs the full shape,
+the sharded dimension, and the position of the elements in the file. On a mesh of one axis these determine the rank's
+box."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _ALLOWED: dict[str, Constructor | None] = {
 
 
 def holds_rank_files(folder: Path) -> bool:
-    """Whether the folder holds such files."""
+    """Whether the folder contains files of verl's FSDP."""
     return folder.is_dir() and any(_FILE.fullmatch(file.name) for file in folder.iterdir())
 
 
 def open_rank_files(path: str, key: str) -> DcpDirectory:
-    """The directory at `path`. key: the config key of that path. Raises UserError if a rank's file is missing, or is
-    not what verl writes for FSDP on a mesh of one axis."""
+    """Open the directory at `path`. key: the config key of the path. Raises UserError if a rank's file is missing, or
+    if verl did not write it with FSDP on a mesh of one axis."""
     folder = Path(path).expanduser()
     files = _files(folder, key)
     tensors: dict[str, StoredTensor] = {}
@@ -56,8 +56,8 @@ def open_rank_files(path: str, key: str) -> DcpDirectory:
         except (UnreadableError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
             if isinstance(error, UserError):
                 raise
-            why = error if isinstance(error, UnreadableError) else "its parts are of other kinds"
-            raise UserError(f"{key}: {file} cannot be read: {why}. {_merge(folder)}") from error
+            reason = error if isinstance(error, UnreadableError) else "its content has unexpected types"
+            raise UserError(f"{key}: {file} cannot be read: {reason}. {_merge(folder)}") from error
     for name, tensor in tensors.items():
         if not chunks_fill(tensor.shape, [box for box, _ in tensor.chunks]):
             raise UserError(f"{key}: the files of {folder} do not fill {name}, or overlap. {_merge(folder)}")
@@ -72,12 +72,12 @@ def _merge(folder: Path) -> str:
 
 
 def _files(folder: Path, key: str) -> list[Path]:
-    """The files in order of ranks. Raises UserError if one is missing, or there are files of several world sizes."""
+    """The files in order of ranks. Raises UserError if a file is missing, or if the files have several world sizes."""
     matches = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
     worlds = {int(match[1]) for match in matches}
     world = worlds.pop()
     if worlds or not 0 < world <= _MOST_RANKS:
-        raise UserError(f"{key}: {folder} holds the files of several numbers of ranks: keep those of one.")
+        raise UserError(f"{key}: {folder} has files of several world sizes. Keep the files of one world size.")
     files = [folder / f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)]
     missing = next((file for file in files if not os.path.lexists(file)), None)
     if missing is not None:
@@ -97,33 +97,34 @@ def _add(
     for name, value in content.items():
         if type(name) is not str:
             raise TypeError
-        shape, box, local = _part(value, rank, world)
+        shape, box, local = _local_shard(value, rank, world)
         if local.shape != box.size:
             raise UnreadableError(f"it holds {list(local.shape)} of {name}, and not {list(box.size)}")
         earlier = tensors.get(name, StoredTensor(local.dtype, shape, ()))
         if (earlier.dtype, earlier.shape) != (local.dtype, shape):
             raise UnreadableError(f"it has another shape or dtype of {name} than the ranks before it")
         location = ByteRange(file.name, local.entry.begin, local.entry.end - local.entry.begin)
-        if box.numel and (isinstance(value, PickledObject) or rank == 0):  # a plain tensor is whole on every rank
+        if box.numel and (isinstance(value, PickledObject) or rank == 0):  # every rank has all of a plain tensor
             tensors[name] = StoredTensor(local.dtype, shape, (*earlier.chunks, (box, location)))
             saved[location] = local
         else:
             tensors[name] = earlier
 
 
-def _part(value: Any, rank: int, world: int) -> tuple[tuple[int, ...], Box, SavedTensor]:
-    """(whole shape, the rank's box, its elements) of a tensor of a state dict."""
+def _local_shard(value: Any, rank: int, world: int) -> tuple[tuple[int, ...], Box, SavedTensor]:
+    """(full shape, the rank's box, its elements) of a tensor of a state dict."""
     if isinstance(value, SavedTensor):
         return value.shape, Box.from_shape(value.shape), value
-    function, kind, args, state = value.args
-    if type(function) is not GlobalName or type(kind) is not GlobalName or not kind.name.endswith(".DTensor"):
+    function, tensor_class, args, state = value.args
+    names_ok = type(function) is GlobalName and type(tensor_class) is GlobalName
+    if not names_ok or not tensor_class.name.endswith(".DTensor"):
         raise UnreadableError("it holds tensors of another class than DTensor")
-    fields = state[1] if type(state) is tuple else state  # with __slots__: (None, fields)
+    fields = state[1] if type(state) is tuple else state  # a class with __slots__ has the state (None, fields)
     local, spec, shape = fields["_local_tensor"], fields["_spec"], args[2]
     placements = spec.get("placements")
     if type(placements) is not tuple or len(placements) != 1 or not placements[0].name.endswith(".Shard"):
         raise UnreadableError("its mesh has other axes than one that shards (trainer.fsdp_config.fsdp_size)")
-    recorded_rank = spec.get("mesh").get("_rank")  # if this version of torch notes it
+    recorded_rank = spec.get("mesh").get("_rank")  # only some versions of torch record it
     if type(recorded_rank) is int and recorded_rank != rank:
         raise UnreadableError(f"it is the file of rank {recorded_rank}")
     dim = placements[0].get("dim")
@@ -131,7 +132,7 @@ def _part(value: Any, rank: int, world: int) -> tuple[tuple[int, ...], Box, Save
         raise TypeError
     if not all(type(n) is int and n >= 0 for n in shape):
         raise TypeError
-    share = -(-shape[dim] // world)  # as torch.chunk cuts it
+    share = -(-shape[dim] // world)  # DTensor shards like torch.chunk
     start = min(shape[dim], rank * share)
     sizes = (*shape[:dim], min(shape[dim], start + share) - start, *shape[dim + 1 :])
     return shape, Box(tuple(start if d == dim else 0 for d in range(len(shape))), sizes), local

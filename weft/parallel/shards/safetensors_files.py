@@ -1,8 +1,8 @@
-"""safetensors files, read and written box by box (format: github.com/huggingface/safetensors, "Format").
+"""Reads and writes safetensors files box by box (format: github.com/huggingface/safetensors, "Format").
 
-A file is 8 bytes of header length, a JSON header, then the tensors end to end, row-major. So a box of a tensor is a few
-byte ranges: ranks that share a file system fill one file together (ranges.py), and read only what they hold.
-"""
+A file consists of 8 bytes with the length of the header, a JSON header, and the tensors, row-major. So a box of a
+tensor is a few byte ranges. Ranks that share a file system can write one file together (ranges.py), and a rank reads
+only the boxes that it needs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ DTYPES: dict[str, torch.dtype] = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # the format's own limit
+_LONGEST_HEADER = 100_000_000  # the limit of the format
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file; begin and end are byte offsets from the file's start."""
+    """A tensor in a file. begin, end: byte offsets from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class TensorFile:
         return TensorFile(path)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of a tensor, on the CPU in the file's dtype; adds to `bytes_read`."""
+        """A box of a tensor, on the CPU in the file's dtype. Increases `bytes_read`."""
         entry = self.entries[name]
         values = read_box(self._descriptor, entry, box or Box.from_shape(entry.shape), f"{self.path}: {name}")
         self.bytes_read += values.nbytes
@@ -103,7 +103,7 @@ class TensorFile:
 
 
 class RangeFile:
-    """An existing file, opened write-only, so that clients of a network file system read none of its pages."""
+    """An existing file, opened write-only, so that a client of a network file system does not read its pages."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY)
@@ -111,8 +111,8 @@ class RangeFile:
     def write(self, view: memoryview, offset: int) -> None:
         """Write all bytes at this offset."""
         while view:
-            done = os.pwrite(self._descriptor, view, offset)
-            view, offset = view[done:], offset + done
+            written = os.pwrite(self._descriptor, view, offset)
+            view, offset = view[written:], offset + written
 
     def fsync(self) -> None:
         """Wait until the writes are on disk."""
@@ -130,7 +130,7 @@ class RangeFile:
 def read_box(descriptor: int, entry: TensorEntry, box: Box, name: str) -> Tensor:
     """A box of a tensor of an open file, on the CPU in the file's dtype. name: file and tensor, for messages. Raises
     UserError if the file ends inside the box."""
-    # Outside the tensor lie bytes of other tensors, or of the header.
+    # A box outside the tensor would read bytes of other tensors or of the header.
     assert all(0 <= a <= b <= n for a, b, n in zip(box.start, box.end, entry.shape, strict=True)), (name, box)
     out, offset = torch.empty(box.size, dtype=entry.dtype), 0
     view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
@@ -144,7 +144,7 @@ def _read_into(descriptor: int, view: memoryview, offset: int, name: str) -> Non
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
-            raise UserError(f"{name}: the file ends inside of it: it is cut short. Fetch or write it again.")
+            raise UserError(f"{name}: the file is truncated: it ends inside of this tensor. Fetch or write it again.")
         view, offset = view[count:], offset + count
 
 
@@ -152,7 +152,7 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
     """The layout of a file with these tensors, which may be on meta."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     begin = 0
-    # Wide elements first, so that every tensor is aligned to its element.
+    # Tensors with wide elements come first, so that every tensor is aligned to its element size.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         end = begin + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
@@ -165,15 +165,15 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
 
 
 def create(path: Path, layout: FileLayout) -> None:
-    """Create a file of the right size with its header."""
+    """Create a file of the final size, with its header."""
     with path.open("wb") as stream:
         stream.write(layout.header)
         stream.truncate(layout.size)
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """A view of the bytes of a contiguous CPU tensor, valid as long as the tensor. Unlike Tensor.numpy() it leaves the
-    storage resizable, as sleep needs it."""
+    """A view of the bytes of a contiguous CPU tensor. Keep the tensor alive while it is used. Tensor.numpy() would make
+    the storage non-resizable, and Engine.sleep resizes storages."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     size = tensor.numel() * tensor.element_size()
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(tensor.data_ptr()))
@@ -183,22 +183,23 @@ def _read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorEntry], d
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-        raise UserError(f"{path}: is no safetensors file, or is cut short: {size:,} bytes. Fetch or write it again.")
+        raise UserError(f"{path}: is not a safetensors file, or is truncated: {size:,} bytes. Fetch or write it again.")
     try:
         header = json.loads(os.pread(descriptor, length, 8), object_pairs_hook=unique)
         metadata = header.pop("__metadata__", None) or {}
         entries = {name: _entry(fields, 8 + length) for name, fields in header.items()}
         needed = max((entry.end for entry in entries.values()), default=8 + length)
-        if needed <= size:  # the library refuses ranges that overlap, leave gaps or lie outside, and other types
+        if needed <= size:  # safe_open then refuses unknown types, and ranges that overlap, leave gaps or are outside
             with safe_open(path, framework="np"):
                 return entries, metadata
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
         raise UserError(
-            f"{path}: is no safetensors file: its header cannot be read ({first_line(error)}). Fetch or write it again."
+            f"{path}: is not a safetensors file: its header cannot be read ({first_line(error)}). Fetch or write it "
+            "again."
         ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or first_line(error)}.") from error
-    raise UserError(f"{path}: is cut short: it has {size:,} bytes and should have {needed:,}. Fetch it again.")
+    raise UserError(f"{path}: is truncated: it has {size:,} bytes and should have {needed:,}. Fetch it again.")
 
 
 def _entry(fields: Mapping[str, Any], origin: int) -> TensorEntry:
@@ -215,7 +216,7 @@ def runs(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
     """(first byte, length) of the contiguous ranges of a box, in row-major order."""
     size = entry.dtype.itemsize
     strides = [math.prod(entry.shape[dim + 1 :]) * size for dim in range(len(entry.shape))]
-    split = len(entry.shape)  # dimensions from here on are contiguous
+    split = len(entry.shape)  # a box is contiguous along the dimensions from `split` on
     while split > 0 and (split == len(entry.shape) or box.size[split] == entry.shape[split]):
         split -= 1
     length = box.numel // math.prod(box.size[:split]) * size if box.numel else 0

@@ -1,4 +1,4 @@
-"""A directory of safetensors files as named tensors, of which any box can be read."""
+"""A directory of safetensors files as named tensors. Any box of a tensor can be read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from weft.parallel.shards.safetensors_files import TensorEntry, TensorFile
 
 SINGLE_FILE, INDEX, _INDEX_ENDING = "model.safetensors", "model.safetensors.index.json", ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
-# Weight files of older formats; reading them would mean unpickling them. The first are what transformers looks for.
+# Weight files of older formats, which are pickles. transformers looks for the names in _PICKLES.
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
 
 class TensorReader(Protocol):
-    """A file of tensors, or anything read like one. entries: dtype, shape and first byte of each tensor."""
+    """A file of tensors, or an object with the same interface. entries: dtype, shape and byte range of each tensor."""
 
     path: Path
     entries: dict[str, TensorEntry]
@@ -44,7 +44,7 @@ class TensorReader(Protocol):
 @dataclass
 class TensorSource:
     """Named tensors on disk. files: tensor name -> its file. decoders: name of a quantised tensor -> its decoder.
-    hidden: stored tensors that only decoders read. key: the config key that names the source, for messages."""
+    hidden: names of stored tensors that only decoders read. key: the config key of the source, for messages."""
 
     folder: Path
     files: Mapping[str, TensorReader]
@@ -54,7 +54,7 @@ class TensorSource:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors, quantised ones under their plain names; sorted."""
+        """Names of all tensors, sorted. A quantised tensor has the name that it would have without quantisation."""
         return sorted({*self.files} - self.hidden | {*self.decoders})
 
     @property
@@ -64,7 +64,7 @@ class TensorSource:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes requested so far."""
+        """Number of bytes read so far."""
         return sum(file.bytes_read for file in set(self.files.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -72,13 +72,13 @@ class TensorSource:
         return self.decoders[name].shape if name in self.decoders else self.files[name].entries[name].shape
 
     def sort_key(self, name: str) -> tuple[str, int]:
-        """(file, first byte), a sort key for sequential reading."""
+        """(file name, first byte). Sorting by it makes reads sequential."""
         if name not in self.files:
             return (self.decoders[name].__class__.__name__, 0)
         return (self.files[name].path.name, self.files[name].entries[name].begin)
 
     def raw(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of a stored tensor, not decoded."""
+        """A box of a stored tensor, without decoding."""
         return self.files[name].read(name, box)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
@@ -87,14 +87,14 @@ class TensorSource:
         return self.decoders[name].read(self, box) if name in self.decoders else self.raw(name, box)
 
     def close(self, keep: Collection[str] = ()) -> None:
-        """Close the files, except those with tensors of `keep`, which can still be read."""
-        kept = {file for name, file in self.files.items() if weight_of(name) in keep} if keep else set()
-        for file in {*self.files.values()} - kept:
+        """Close the files. Files with the tensors in `keep` stay open."""
+        open_files = {file for name, file in self.files.items() if weight_of(name) in keep} if keep else set()
+        for file in {*self.files.values()} - open_files:
             file.close()
 
 
 def open_model_weights(path: str) -> TensorSource:
-    """The weights of model.path. Raises UserError if they are missing, incomplete or pickled."""
+    """Open the weights of model.path. Raises UserError if they are missing, incomplete or pickled."""
     folder = fetch_model(path)
     config_json = read_object(folder / "config.json", "the config of a model")
     names, index = _weight_files(folder, config_json)
@@ -108,10 +108,10 @@ def open_model_weights(path: str) -> TensorSource:
             )
         files |= dict.fromkeys(file.entries, file)
     for name, file_name in ({} if index is None else _weight_map(index)).items():
-        if name not in files or files[name].path.name != file_name:  # such as a shard of another checkpoint
+        if name not in files or files[name].path.name != file_name:  # for example, a file of another checkpoint
             raise UserError(
-                f"model.path: {index} says that {name} is in {file_name}, but it is not: the files do not belong "
-                "together. Fetch them again."
+                f"model.path: {index} lists {name} in {file_name}, which does not contain it: the files are from "
+                "different checkpoints. Fetch them again."
             )
     config = config_json.get("quantization_config")
     if config is not None and not isinstance(config, dict):
@@ -124,36 +124,37 @@ def open_model_weights(path: str) -> TensorSource:
 
 
 def fetch_model(path: str) -> Path:
-    """The directory itself, or the snapshot of a hub repository, downloaded if the cache lacks it."""
+    """The directory `path`, or the snapshot of the hub repository `path`, downloaded if it is not cached. Raises
+    UserError if it is neither."""
     if Path(path).is_dir():
         return Path(path)
     try:
         return Path(snapshot_download(path, allow_patterns=list(_MODEL_FILES)))
-    except Exception as error:  # of any type: no network, no such repository, no access
+    except Exception as error:  # any type of exception: no network, no such repository, no access
         cached = hf.source_folder(path)
         if cached is not None:
             return cached
         first = str(error).strip().split("\n")[0]
         raise UserError(
-            f"model.path: {path!r} is no directory here and cannot be fetched from the hub: {first}"
+            f"model.path: {path!r} is not a directory here and cannot be fetched from the hub: {first}"
         ) from error
 
 
 def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], Path | None]:
-    """(weight files of a model's folder, the index that lists them, if one does), as transformers' from_pretrained
-    chooses: the file that config.json names as transformers_weights, else model.safetensors, else the index's, else a
-    pickle. Where there is none of them, other safetensors files are read, which transformers would not find.
+    """(weight files of a model's folder, the index that lists them or None).
 
-    Raises UserError for a pickle, for an adapter beside the weights, and if there are no weights.
-    """
+    The choice is that of transformers' from_pretrained: the file in transformers_weights of config.json, else
+    model.safetensors, else the files of the index, else a pickle. If there is none of these, other safetensors files
+    are read, which transformers would not find. Raises UserError for a pickle, for an adapter next to the weights, and
+    if there are no weights."""
     if os.path.lexists(folder / ADAPTER):
         raise UserError(
-            f"model.path: {folder} holds {ADAPTER} beside config.json: transformers loads that adapter on top of the "
-            "model, and weft the model alone. Move the adapter's files to a folder of their own; then name it as "
-            "lora.path to train it, or weft merge it, to train both as one model."
+            f"model.path: {folder} contains {ADAPTER} next to config.json. transformers would load the adapter with "
+            "the model, but weft loads only the model. Move the adapter's files to a separate folder. Then set "
+            "lora.path to that folder to train the adapter, or run weft merge to train both as one model."
         )
     index = folder / INDEX
-    if os.path.lexists(index):  # also one that leads nowhere: it is an error, not a missing one
+    if os.path.lexists(index):  # a broken symbolic link is an error, not a missing index
         regular_file(index, "the index of a model's files")
     file_name = config.get("transformers_weights")
     if file_name is not None:
@@ -161,7 +162,7 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], P
         if ending is None or not isinstance(file_name, str) or not is_own_file(file_name):
             raise UserError(
                 f"model.path: {folder / 'config.json'}: transformers_weights is {file_name!r:.80}, not a *.safetensors "
-                "file of its own folder, or an index of such. Correct it, or remove it."
+                "file of this folder, or an index of such files. Correct it, or remove it."
             )
         if ending == ".safetensors":
             return [file_name], None
@@ -176,7 +177,7 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], P
     if files and preferred is not None:
         raise UserError(
             f"model.path: {folder} holds {files[0]} and {preferred}: transformers reads {preferred}, a pickle, which "
-            "weft does not open. If the other is meant, move that away; else convert it with transformers: "
+            "weft does not open. To use the first, move the pickle away; else convert the pickle with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
         )
     if files:
@@ -194,17 +195,15 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], P
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, checked to be in the index's folder."""
+    """Tensor name -> file name. Raises UserError if a file is not in the index's folder."""
     weight_map = read_object(index, "the index of a model's files").get("weight_map")
     if (
         not isinstance(weight_map, dict)
         or not weight_map
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
-        raise UserError(
-            f"model.path: {index}: its weight_map does not say which tensor is in which file. Fetch it again."
-        )
+        raise UserError(f"model.path: {index}: its weight_map does not map tensors to files. Fetch it again.")
     for file in set(weight_map.values()):
         if not is_own_file(file):
-            raise UserError(f"model.path: {index} names {file!r}, which is no file of its own folder. Fetch it again.")
+            raise UserError(f"model.path: {index} names {file!r}, which is not a file of this folder. Fetch it again.")
     return weight_map

@@ -1,7 +1,7 @@
-"""Tensors in files that torch.save wrote, box by box, without unpickling anything.
+"""Reads tensors from files that torch.save wrote, box by box, without unpickling.
 
-Such a file, or a part of a larger one, is a zip archive of uncompressed members: data.pkl, which describes the content,
-and data/0, data/1, ..., the bytes of each storage. So a box of a tensor is a few byte ranges of the file.
+Such a file, or part of a larger file, is a zip archive with uncompressed members. data.pkl describes the content, and
+data/0, data/1, ... are the bytes of each storage. So a box of a tensor is a few byte ranges of the file.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _DTYPES = {f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYP
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor in a file. entry: its elements in the order of the file. order[i]: the tensor's dimension that is
-    dimension i of the entry."""
+    """A tensor in a file. entry: the tensor with dimensions in the order of the file. order[i]: the tensor's dimension
+    that is dimension i of the entry."""
 
     entry: TensorEntry
     order: tuple[int, ...]
@@ -57,8 +57,8 @@ class SavedTensor:
 def read_archive(
     descriptor: int, begin: int, length: int, allowed: Mapping[str, Constructor | None] | None = None
 ) -> Any:
-    """The object that torch.save wrote into these bytes of an open file, with a SavedTensor for each tensor. allowed:
-    what else it may refer to, as in `read_pickle`. Raises UnreadableError if it is no such archive."""
+    """The object that torch.save wrote into these bytes of an open file. Each tensor is a SavedTensor. allowed: further
+    names that it may refer to, as in `read_pickle`. Raises UnreadableError if it is not such an archive."""
     archive = _Archive(descriptor, begin, length)
     pickled, size = archive.find("data.pkl")
     if size > _LONGEST_PICKLE:
@@ -71,12 +71,12 @@ class _Archive:
         self._descriptor, self._begin = descriptor, begin
         window = _Window(descriptor, begin, length)
         try:
-            with zipfile.ZipFile(window) as archive:  # reads the directory, but no member
+            with zipfile.ZipFile(window) as archive:  # reads only the archive's directory
                 members = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         except UnreadableError:
             raise
-        except Exception as error:  # zipfile raises some ten types for damaged archives
-            raise UnreadableError("it is no archive that torch.save wrote") from error
+        except Exception as error:  # zipfile raises about ten types of exceptions for damaged archives
+            raise UnreadableError("it is not an archive of torch.save") from error
         self._members, self._length = members, length
         if "byteorder" in members:
             first_byte, size = self.find("byteorder")
@@ -85,7 +85,7 @@ class _Archive:
 
     @property
     def allowed(self) -> dict[str, Constructor | None]:
-        """The names that data.pkl may refer to: storages, tensors made of them, and plain containers."""
+        """The names that data.pkl may refer to: storages, constructors of tensors, and plain containers."""
         plain: dict[str, Constructor | None] = dict.fromkeys(
             (*_DTYPES, *(f"torch.{name}Storage" for name in _STORAGES))
         )
@@ -103,29 +103,29 @@ class _Archive:
         """(first byte in the file, number of bytes) of a member."""
         member = self._members.get(name)
         if member is None or member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            raise UnreadableError(f"it holds no {name}, or holds it compressed")
+            raise UnreadableError(f"it has no uncompressed {name}")
         header = self._begin + member.header_offset
         is_outside = not self._begin <= header <= self._begin + self._length
         fixed = b"" if is_outside else os.pread(self._descriptor, 30, header)
         if len(fixed) < 30 or fixed[:4] != b"PK\x03\x04":
-            raise UnreadableError(f"its {name} is not where its directory says")
+            raise UnreadableError(f"its {name} is not at the position that its directory lists")
         begin = header + 30 + int.from_bytes(fixed[26:28], "little") + int.from_bytes(fixed[28:30], "little")
         if begin + member.file_size > self._begin + self._length:
-            raise UnreadableError(f"its {name} lies outside of it")
+            raise UnreadableError(f"its {name} is outside of the file")
         return begin, member.file_size
 
     def _tensor(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, *rest_args: Any
+        self, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, *more_args: Any
     ) -> Any:
-        """The SavedTensor for arguments of torch's _rebuild_tensor_v2 or _v3; in v3 `rest_args` begins with the
+        """The SavedTensor for the arguments of torch's _rebuild_tensor_v2 or _v3. In v3, `more_args` starts with the
         dtype."""
-        kind, key = storage.args[0][1], storage.args[0][2]
-        if type(kind) is not GlobalName or type(key) is not str or not key.isdecimal():
+        storage_class, key = storage.args[0][1], storage.args[0][2]
+        if type(storage_class) is not GlobalName or type(key) is not str or not key.isdecimal():
             raise TypeError
-        if kind.name == "torch.storage.UntypedStorage":
-            dtype = _DTYPES.get(rest_args[0].name) if type(rest_args[0]) is GlobalName else None
+        if storage_class.name == "torch.storage.UntypedStorage":
+            dtype = _DTYPES.get(more_args[0].name) if type(more_args[0]) is GlobalName else None
         else:
-            dtype = _STORAGES.get(kind.name.removeprefix("torch.").removesuffix("Storage"))
+            dtype = _STORAGES.get(storage_class.name.removeprefix("torch.").removesuffix("Storage"))
         if dtype is None or not all(_are_sizes(numbers) for numbers in (shape, strides, (offset,))):
             raise TypeError
         storage_begin, size = self.find(f"data/{key}")
@@ -134,7 +134,7 @@ class _Archive:
         begin = storage_begin + offset * dtype.itemsize
         end = begin + math.prod(sizes) * dtype.itemsize
         if end > storage_begin + size:
-            raise UnreadableError("a tensor is larger than what it holds of it")
+            raise UnreadableError("a tensor is larger than its storage")
         return SavedTensor(TensorEntry(dtype, tuple(sizes[dim] for dim in order), begin, end), order)
 
 
@@ -143,7 +143,7 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def _order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions by descending stride. Raises UnreadableError if elements do not lie end to end in that order."""
+    """The dimensions by descending stride. Raises UnreadableError if the elements are not contiguous in that order."""
     if len(shape) != len(strides):
         raise TypeError
     order = tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim] if shape[dim] != 1 else 0))
@@ -156,7 +156,7 @@ def _order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ..
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, for zipfile. One read is limited to the largest size of a directory."""
+    """A part of a file, for zipfile. A read of more than _LONGEST_DIRECTORY bytes is an error."""
 
     def __init__(self, descriptor: int, begin: int, length: int) -> None:
         self._descriptor, self._begin, self._length, self._position = descriptor, begin, length, 0

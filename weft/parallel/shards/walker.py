@@ -1,13 +1,11 @@
-"""The tensor walker: yields a sharded model as (HuggingFace name, whole tensor), in buckets.
+"""Iterates over a sharded model as (HuggingFace name, full tensor), in buckets.
 
-Tensors are cast before they are gathered, so that the receiver's dtype is sent. While one bucket is consumed, the next
-is gathered; each has half of the bytes allowed. A larger tensor is gathered alone. Tensors that tp divides are gathered
-over FSDP's ranks first, and then over tp. Tensors of one pipeline stage are first sent to the other stages, each rank
-sending its own share, and then gathered in all stages.
+Tensors are cast before they are gathered, so ranks send the receiver's dtype. While one bucket is consumed, the next
+bucket is gathered. Each bucket has at most half of the allowed bytes. A larger tensor is gathered alone.
 
-Where a tensor lies: tp and ep divide it first, and FSDP2 then shards each part over an axis of a mesh. Either may leave
-it whole.
-"""
+A tensor may be sharded by tp and ep. FSDP2 may shard each part further, over one axis of a mesh. A gather is first over
+FSDP's ranks, then over tp and ep. A tensor of one pipeline stage is first sent to the other stages: each rank
+broadcasts its share, and then all stages gather."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs, full_shape
 from weft.parallel.shards.layout import TensorMapping
 from weft.versions import all_gather_single
 
-RankIndex = tuple[int, int]  # of a rank: (among the ranks of tp and ep that divide the tensor, on FSDP's axis)
+RankIndex = tuple[int, int]  # (index among the ranks of tp and ep that shard the tensor, index on FSDP's axis)
 
 
 class GatherGroup(NamedTuple):
-    """The ranks that a tensor is gathered from. axis: (mesh, dimension) over which FSDP shards it. parts: ranks that
-    compute with other parts of it (tp, ep). source: (ranks with these coordinates in each stage, the stage that sends);
-    None if every stage holds it. axis and parts are None if no other ranks have elements of it."""
+    """The ranks over which a tensor is gathered. axis: (mesh, mesh dimension) over which FSDP shards it, or None.
+    parts: ranks of tp and ep that hold its other parts, or None. source: (the ranks with this rank's coordinates in
+    each stage, the stage that sends), or None if every stage holds the tensor."""
 
     axis: tuple[DeviceMesh, int] | None = None
     parts: Communicator | None = None
@@ -44,9 +42,9 @@ class GatherGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePeers:
-    """The ranks with this rank's coordinates in each pipeline stage. rank: this rank on mesh.pp. holders: for each
-    tensor of the model, the ranks on mesh.pp that hold it, ascending. meshes: meshes that FSDP shards over; equal in
-    all stages."""
+    """The ranks with this rank's coordinates in each pipeline stage. rank: this rank's index on mesh.pp. holders: name
+    of a tensor -> the ranks of mesh.pp that hold it, ascending. meshes: the meshes over which FSDP shards, in an order
+    that is equal in all stages."""
 
     group: dist.ProcessGroup
     rank: int
@@ -55,7 +53,7 @@ class StagePeers:
 
 
 class ShardSlice(NamedTuple):
-    """A box of the whole tensor. within: its slices in the shard of the rank that holds it."""
+    """A box of the full tensor. within: the slices that select it in the shard of a rank."""
 
     box: Box
     within: tuple[slice, ...]
@@ -63,9 +61,8 @@ class ShardSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """The placement of one tensor. shape: of the whole tensor. spec: its division by tp and ep, or None. mesh,
-    placements: FSDP's; None and () for a plain tensor. read: returns this rank's shard; None if another stage holds
-    it."""
+    """How one tensor is sharded. shape: of the full tensor. spec: how tp and ep shard it, or None. mesh, placements:
+    FSDP's; None and () for a plain tensor. read: returns this rank's shard; None if another stage holds the tensor."""
 
     shape: tuple[int, ...]
     spec: AnyShardSpec | None
@@ -79,8 +76,8 @@ class TensorPlacement:
     def from_tensor(
         cls, name: str, tensor: Tensor, specs: ShardSpecs, read: Callable[[], Tensor] | None = None
     ) -> TensorPlacement:
-        """The placement of a tensor of this rank. read: returns the tensor again. Raises RuntimeError if weft cannot
-        gather such a placement."""
+        """The placement of a tensor of this rank. read: returns the tensor when it is gathered. Raises RuntimeError if
+        weft cannot gather the tensor's placements."""
         mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
         shape = full_shape(name, tensor, specs)
         return cls._placed(name, shape, specs, mesh, tuple(placements), tensor.device, read)
@@ -103,48 +100,47 @@ class TensorPlacement:
 
     @property
     def values(self) -> Tensor:
-        """The elements on this rank; its stage must hold the tensor."""
+        """The elements on this rank. Its stage must hold the tensor."""
         assert self.read is not None
         return local_box(self.read())[1]
 
     @property
     def ranks(self) -> list[RankIndex]:
         """All ranks of the group, in gathering order."""
-        along = 1 if self.group.axis is None else self.group.axis[0].size(self.group.axis[1])
-        over = 1 if self.spec is None else self.spec.size
-        return [(part, fsdp) for part in range(over) for fsdp in range(along)]
+        fsdp_ranks = 1 if self.group.axis is None else self.group.axis[0].size(self.group.axis[1])
+        parts = 1 if self.spec is None else self.spec.size
+        return [(part, fsdp_rank) for part in range(parts) for fsdp_rank in range(fsdp_ranks)]
 
     @property
-    def own_rank(self) -> RankIndex:
-        """This rank."""
-        along = 0 if self.group.axis is None else self.group.axis[0].get_local_rank(self.group.axis[1])
-        return (0 if self.spec is None else self.spec.rank), along
+    def local_rank(self) -> RankIndex:
+        """The index of this rank."""
+        fsdp_rank = 0 if self.group.axis is None else self.group.axis[0].get_local_rank(self.group.axis[1])
+        return (0 if self.spec is None else self.spec.rank), fsdp_rank
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether FSDP shards by rows, so that the ranks' shards, end to end, are their part of the tensor."""
+        """Whether FSDP shards the first dimension, so that concatenated shards are the tensor."""
         if self.group.axis is None:
             return False
         placement = self.placements[self.group.axis[1]]
         return isinstance(placement, Shard) and placement.dim == 0
 
     def shares(self, part: Box, rank: RankIndex) -> list[ShardSlice]:
-        """The shares of `part`, a box of the whole tensor, that the rank at `rank` sends. If several ranks hold the
-        same elements, the first sends them."""
+        """The parts of `part`, a box of the full tensor, that rank `rank` sends. If several ranks hold the same
+        elements, the first of them sends them."""
         rank_box = self._local_box(rank)
         boxes = [(rank_box, rank_box, 1)] if self.spec is None else self.spec.for_rank(rank[0]).boxes(rank_box)
         slices = []
-        for whole_box, local, copies in boxes:
-            box = overlap(part, whole_box) if rank[0] % copies == 0 else None
+        for full_box, local, copies in boxes:
+            box = overlap(part, full_box) if rank[0] % copies == 0 else None
             if box is not None:
-                coordinates = zip(box.start, whole_box.start, local.start, strict=True)
-                start = tuple(of_box - of_whole + of_local for of_box, of_whole, of_local in coordinates)
+                start = tuple(a - b + c for a, b, c in zip(box.start, full_box.start, local.start, strict=True))
                 slices.append(ShardSlice(box, Box(start, box.size).within(rank_box)))
         return slices
 
     def _local_box(self, rank: RankIndex) -> Box:
-        """The box that the rank at `rank` holds, within the part that it computes with."""
-        shape = self.shape if self.spec is None else self.spec.local_shape(rank[0])  # parts may differ in size
+        """The box that FSDP gives to rank `rank`, in its part of the tensor (by tp and ep)."""
+        shape = self.shape if self.spec is None else self.spec.local_shape(rank[0])  # parts may have different sizes
         if self.group.axis is None:
             return Box.from_shape(shape)
         mesh, axis = self.group.axis
@@ -157,7 +153,8 @@ class TensorPlacement:
 def placements_of(
     tensors: Mapping[str, Tensor], names: Iterable[str], specs: ShardSpecs, peers: StagePeers | None = None
 ) -> dict[str, TensorPlacement]:
-    """The TensorPlacement of each named tensor. peers: for names of all pipeline stages; then collective over it."""
+    """Name -> TensorPlacement. peers: needed for names of other pipeline stages. The call is then collective over
+    peers.group."""
     unique_names = list(dict.fromkeys(names))
     placements = {
         name: TensorPlacement.from_tensor(name, tensors[name], specs, partial(tensors.__getitem__, name))
@@ -170,7 +167,7 @@ def placements_of(
 def _of_all_stages(
     local: Mapping[str, TensorPlacement], names: Sequence[str], specs: ShardSpecs, peers: StagePeers
 ) -> dict[str, TensorPlacement]:
-    """Add the placements of other stages' tensors, each described by the first stage that holds it."""
+    """Add the placements of other stages' tensors. The first stage that holds a tensor sends its description."""
     description = {}  # name -> shape, index of the mesh, placements, device
     for name, placement in local.items():
         if peers.holders[name][0] == peers.rank:
@@ -194,19 +191,19 @@ def _of_all_stages(
 
 
 def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> tuple[DeviceMesh, int] | None:
-    """(mesh, dimension) over which FSDP shards a tensor; None if it does not. Raises RuntimeError for placements that
-    weft cannot gather."""
+    """(mesh, mesh dimension) over which FSDP shards a tensor, or None. Raises RuntimeError for placements that weft
+    cannot gather."""
     if mesh is None:
         return None
     axes = [a for a, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(a) > 1]
     if len(axes) > 1 or not all(isinstance(placements[axis], Shard) for axis in axes):
-        raise RuntimeError(f"{name} is placed as {tuple(placements)}: weft cannot gather that")
+        raise RuntimeError(f"{name} has the placements {tuple(placements)}, which weft cannot gather")
     return (mesh, axes[0]) if axes else None
 
 
-# ---------------------------------------------------------------- the walk
+# ---------------------------------------------------------------- the iterator
 
-_ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element size
+_ALIGNMENT = 16  # bytes; a multiple of all element sizes, so every tensor of a bucket is aligned
 
 
 def walk(
@@ -218,19 +215,23 @@ def walk(
     peers: StagePeers | None = None,
     bucket_bytes: int = 1 << 29,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
+    """Yield every tensor of `manifest` in order, on the model's device. Collective: all ranks of the mesh must iterate
+    together, and each receives every tensor.
 
-    Collective: all ranks of the mesh walk together, and each receives every tensor. A yielded tensor may be a view of
-    reused memory: copy it before taking the next. tensors: the model's state dict, as far as this rank's stage holds
-    it; a tensor is read when its bucket is gathered. specs: how tp and ep divide the model's tensors. peers: the stages
-    with a pipeline. bucket_bytes: bytes in flight; a rank of tp also holds its own part of a bucket, and a single
-    tensor that cannot be split may exceed them. Raises RuntimeError if the ranks together lack elements.
+    A yielded tensor may be a view of memory that is reused, so copy it before the next iteration.
+    tensors: the state dict of this rank's stage. A tensor is read when its bucket is gathered.
+    manifest: names, shapes and dtypes of the full model, from checkpoint/export.py.
+    specs: how tp and ep shard the model's tensors.
+    peers: needed with a pipeline.
+    bucket_bytes: limit on the bytes of both buckets. A rank of tp also holds its own part of a bucket. A tensor that
+    cannot be split may exceed the limit.
+    Raises RuntimeError if all ranks together do not hold all elements of a tensor.
     """
     groups: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:
         groups.setdefault(mapping.runtime, []).append(mapping)
     state = placements_of(tensors, groups, specs, peers)
-    parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
+    parts = [part for group in groups.values() for part in _split(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
     for bucket in _buckets(parts, bucket_bytes // 2):
         if pending is not None and pending.bytes + sum(part.bytes for part in bucket) > bucket_bytes:
@@ -245,28 +246,30 @@ def walk(
 
 
 def check_stream(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The stream, unchanged. Raises RuntimeError if a tensor is missing, repeated, or has another shape or dtype than
-    in the manifest."""
+    """The stream, unchanged. Raises RuntimeError if a tensor is missing or repeated, or if its shape or dtype differs
+    from the manifest."""
     missing = dict.fromkeys(manifest)
     for name, tensor in stream:
         if name not in manifest:
             raise RuntimeError(f"{name} is not in the manifest")
         if name not in missing:
-            raise RuntimeError(f"{name} comes twice")
-        promised = manifest[name]
-        if tensor.shape != promised.shape or tensor.dtype != promised.dtype:
+            raise RuntimeError(f"{name} occurs twice")
+        expected = manifest[name]
+        if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             raise RuntimeError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, promised as {promised.dtype} {list(promised.shape)}"
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, but the manifest has {expected.dtype} "
+                f"{list(expected.shape)}"
             )
         del missing[name]
         yield name, tensor
     if missing:
-        raise RuntimeError(f"{len(missing)} tensors of the manifest did not come: {', '.join(list(missing)[:3])}")
+        raise RuntimeError(f"{len(missing)} tensors of the manifest are missing: {', '.join(list(missing)[:3])}")
 
 
 @dataclass(frozen=True, eq=False)
 class _GatherSlice:
-    """Rows of a model's tensor that are gathered together, with the mappings inside them."""
+    """A range of rows of a model's tensor that is gathered together. mappings: the mappings inside it. dtype: in which
+    it is sent."""
 
     runtime: str
     box: Box
@@ -278,25 +281,24 @@ class _GatherSlice:
         return self.box.numel * self.dtype.itemsize
 
 
-def _cut(
+def _split(
     state: Mapping[str, TensorPlacement], mappings: list[TensorMapping], manifest: Mapping[str, Tensor], limit: int
 ) -> Iterator[_GatherSlice]:
-    """The parts of a tensor: the whole tensor or, if it is larger than `limit`, ranges of rows that split no mapping
-    (experts)."""
+    """Split a tensor that is larger than `limit` bytes into ranges of rows. No mapping (such as an expert) is split."""
     shape = state[mappings[0].runtime].shape
     dtype = max((manifest[mapping.disk].dtype for mapping in mappings), key=lambda dtype: dtype.itemsize)
-    whole_slice = _GatherSlice(mappings[0].runtime, Box.from_shape(shape), tuple(mappings), dtype)
-    if whole_slice.bytes <= limit or not shape:
-        yield whole_slice
+    full_slice = _GatherSlice(mappings[0].runtime, Box.from_shape(shape), tuple(mappings), dtype)
+    if full_slice.bytes <= limit or not shape:
+        yield full_slice
         return
     ends = sorted({mapping.box.end[0] for mapping in mappings})
     borders = [row for row in ends if all(not (p.box.start[0] < row < p.box.end[0]) for p in mappings)]
-    first, per_row = 0, whole_slice.bytes // shape[0]
+    first, per_row = 0, full_slice.bytes // shape[0]
     for row, next_row in zip(borders, [*borders[1:], shape[0] + limit], strict=True):
         if (next_row - first) * per_row > limit:
             inside = tuple(mapping for mapping in mappings if first <= mapping.box.start[0] < row)
             yield _GatherSlice(
-                whole_slice.runtime, Box((first, *whole_slice.box.start[1:]), (row - first, *shape[1:])), inside, dtype
+                full_slice.runtime, Box((first, *full_slice.box.start[1:]), (row - first, *shape[1:])), inside, dtype
             )
             first = row
 
@@ -313,7 +315,7 @@ def _buckets(parts: Sequence[_GatherSlice], limit: int) -> Iterator[list[_Gather
 
 
 class _Gather:
-    """The parts of a bucket in flight: one shipment per group of ranks that parts are spread over."""
+    """A gather of a bucket: one shipment for each distinct GatherGroup of its tensors."""
 
     def __init__(
         self, state: Mapping[str, TensorPlacement], bucket: list[_GatherSlice], manifest: Mapping[str, Tensor]
@@ -322,7 +324,7 @@ class _Gather:
         by_group: dict[GatherGroup, list[_GatherSlice]] = {}
         for part in bucket:
             by_group.setdefault(state[part.runtime].group, []).append(part)
-        by_group.pop(GatherGroup(), None)  # every rank holds these whole
+        by_group.pop(GatherGroup(), None)  # every rank holds these tensors completely
         self.shipments = {group: _Shipment(group, parts, state) for group, parts in by_group.items()}
 
     @property
@@ -330,11 +332,11 @@ class _Gather:
         return sum(part.bytes for part in self.bucket)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in the order of the bucket's parts."""
+        """(name, tensor) in the order of the bucket."""
         for part in self.bucket:
             placement = self.state[part.runtime]
             shipment = self.shipments.get(placement.group)
-            if shipment is None:  # the tensor is whole on this rank
+            if shipment is None:  # this rank holds the full tensor
                 values = placement.values[part.box.within(Box.from_shape(placement.shape))].to(part.dtype)
             else:
                 values = shipment.take(part)
@@ -344,45 +346,44 @@ class _Gather:
 
 
 class _Shipment:
-    """The parts of one group in flight: each rank of the stage that has them sends its boxes of all parts, end to end,
-    as bytes."""
+    """A gather over one GatherGroup. Each rank concatenates its boxes of all parts as bytes, and sends them."""
 
     def __init__(self, group: GatherGroup, parts: list[_GatherSlice], state: Mapping[str, TensorPlacement]) -> None:
-        """Cast this rank's shares, and begin to gather over FSDP's axis."""
+        """Cast this rank's shares, and start the all-gather over FSDP's axis."""
         self.group, self.parts = group, parts
         first = state[parts[0].runtime]
         self.laid = [_lay_out(parts, [state[p.runtime].shares(p.box, rank) for p in parts]) for rank in first.ranks]
         self.length = max(length for _, length in self.laid)
-        local_layout = self.laid[first.ranks.index(first.own_rank)][0]
+        local_layout = self.laid[first.ranks.index(first.local_rank)][0]
         sent = torch.empty(self.length, dtype=torch.uint8, device=first.device)
         for part in parts:
             placement = state[part.runtime]
-            if placement.read is None:  # it comes from another stage
+            if placement.read is None:  # another stage sends it
                 continue
-            values, shares = placement.values, placement.shares(part.box, placement.own_rank)
+            values, shares = placement.values, placement.shares(part.box, placement.local_rank)
             for (begin, box), share in zip(local_layout[part], shares, strict=True):
                 _bytes(sent, begin, box, part.dtype).copy_(values[share.within])
         if group.source is not None:
             stages, source = group.source
             dist.broadcast(sent, group=stages, group_src=source)
         self.in_order = group.parts is None and len(parts) == 1 and first.is_by_rows
-        self.gathered = [sent]  # one per rank on tp, once gathered over tp too
+        self.gathered = [sent]  # after the gather over tp and ep, one tensor per part
         self.work: Any = None
-        self.sent: Tensor | None = sent  # until it has arrived
+        self.sent: Tensor | None = sent  # kept alive until the all-gather has ended
         if group.axis is not None:
             mesh, axis = group.axis
             self.gathered = [torch.empty(mesh.size(axis) * self.length, dtype=torch.uint8, device=sent.device)]
             self.work = all_gather_single(self.gathered[0], sent, group=mesh.get_group(axis), async_op=True)
 
     def take(self, part: _GatherSlice) -> Tensor:
-        """A part, assembled from every rank's shares."""
-        if self.sent is not None:  # the first part that is taken
+        """A part, assembled from the shares of all ranks."""
+        if self.sent is not None:  # the first call waits for the gathers
             if self.work is not None:
                 self.work.wait()
             if self.group.parts is not None:
                 self.gathered = self.group.parts.all_gather(self.gathered[0])
             self.sent = None
-        if self.in_order and self.gathered[0].numel() == part.bytes:  # no padding between the ranks' shares
+        if self.in_order and self.gathered[0].numel() == part.bytes:  # without padding between shares: no copy needed
             return self.gathered[0].view(part.dtype).reshape(part.box.size)
         out = torch.empty(part.box.size, dtype=part.dtype, device=self.gathered[0].device)
         fsdp_ranks, filled = len(self.laid) // len(self.gathered), 0
@@ -396,11 +397,11 @@ class _Shipment:
         return out
 
 
-_Laid = dict[_GatherSlice, list[tuple[int, Box]]]  # in the bytes that a rank sends: (first byte, box) of each share
+_Laid = dict[_GatherSlice, list[tuple[int, Box]]]  # (first byte in the bytes that a rank sends, box) of each share
 
 
 def _lay_out(parts: Sequence[_GatherSlice], shares: Sequence[Sequence[ShardSlice]]) -> tuple[_Laid, int]:
-    """(where each share lies in the bytes that a rank sends, their number)."""
+    """(positions of all shares in the bytes that a rank sends, number of bytes)."""
     layout, end = _Laid(), 0
     for part, slices in zip(parts, shares, strict=True):
         layout[part] = []
@@ -412,5 +413,5 @@ def _lay_out(parts: Sequence[_GatherSlice], shares: Sequence[Sequence[ShardSlice
 
 
 def _bytes(memory: Tensor, begin: int, box: Box, dtype: torch.dtype) -> Tensor:
-    """The elements of a box whose bytes start at `begin` of `memory`; a view."""
+    """A view of `memory` as the elements of a box. begin: index of its first byte."""
     return memory[begin : begin + box.numel * dtype.itemsize].view(dtype).view(box.size)
