@@ -91,9 +91,13 @@ def test_every_dtype_is_the_configs(param: str, reduce: str, master: str) -> Non
 @pytest.mark.parametrize(
     ("param", "master", "words"),
     [
-        ("fp16", "bf16", "compute in float16 over bfloat16 masters has the range of float16 and the precision of"),
-        ("fp32", "bf16", "compute in float32 over bfloat16 masters costs the time and memory of float32"),
-        ("auto", "bf16", "compute in float32 over bfloat16"),  # on a CPU
+        (
+            "fp16",
+            "bf16",
+            "computing in float16 with bfloat16 master weights has the range of float16 and the precision of",
+        ),
+        ("fp32", "bf16", "computing in float32 with bfloat16 master weights takes the time and memory of float32"),
+        ("auto", "bf16", "computing in float32 with bfloat16"),  # on a CPU
         ("bf16", "bf16", ""),
         ("bf16", "fp32", ""),
         ("fp16", "fp32", ""),

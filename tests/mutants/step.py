@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant("parallel/pp/schedule.py", "_with_weights", "len(waiting) > delay", "True", "tests/parallel/test_pipeline_schedules.py::test_the_bubble_is_that_of_the_papers"),
     Mutant("parallel/pp/schedule.py", "_rounds", "micro_batches // size", "-(-micro_batches // size)", "tests/parallel/test_pipeline_schedules.py::test_every_micro_batch_goes_forward_then_backward_in_every_stage"),
     Mutant("engine/pipeline_executor.py", "PipelineExecutor.compute_weight_gradients", "reduce_now(self.module)", "pass", "tests/parallel/test_pipeline_schedules.py::test_with_other_knobs"),
-    Mutant("parallel/pp/weight_gradients.py", "WeightGradients._note", "weight.grad.add_(gradient)", "gradient", "tests/parallel/test_pipeline_schedules.py::test_with_other_knobs"),
+    Mutant("parallel/pp/weight_gradients.py", "WeightGradients._record", "weight.grad.add_(gradient)", "gradient", "tests/parallel/test_pipeline_schedules.py::test_with_other_knobs"),
     Mutant("parallel/pp/model.py", "cut_layers", "least if left == stages else 0", "0", "tests/parallel/test_pipeline.py::test_layers_are_cut_by_cost"),
     Mutant("models/balance.py", "balance_sum", "len(probabilities) if counted is None else counted.layers", "len(probabilities) if counted is None else len(probabilities)", "tests/engine/test_balance.py::test_parity_in_several_stages_per_rank"),
     Mutant("parallel/pp/model.py", "cut_layers", "sums[count] - sums[n] + head", "sums[count] - sums[n]", "tests/parallel/test_pipeline.py::test_layers_are_cut_by_cost"),

@@ -288,7 +288,7 @@ def test_experts_of_a_small_copy_of_each_family_are_divided(family: str, ep: int
 
 def test_overrides_of_experts_are_refused() -> None:
     with pytest.raises(
-        AssertionError, match=r"fsdp\.overrides: .*experts is replicate, but mesh\.ep places .*mesh\.ep=1"
+        AssertionError, match=r"fsdp\.overrides: .*experts is replicate, but mesh\.ep shards .*mesh\.ep=1"
     ):
         run(2, overridden, saved_model("mixtral"))
 
@@ -298,12 +298,12 @@ def overridden(path: str) -> None:
 
 
 def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(UserError, match=r"mesh\.ep=2: llama has no experts that weft knows: set mesh\.ep=1"):
+    with pytest.raises(UserError, match=r"mesh\.ep=2: weft finds no experts in a model of type llama\. Set mesh\.ep=1"):
         checked("llama", 2)
 
 
 def test_more_ranks_than_experts_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"mesh\.ep=4 is more than the 2 experts .*: set mesh\.ep to 2 or less"):
+    with pytest.raises(AssertionError, match=r"mesh\.ep=4 is more than the 2 experts .*\. Set mesh\.ep to 2 or less"):
         run(4, open_engine, saved_model("mixtral", num_local_experts=2), "ep4")
 
 

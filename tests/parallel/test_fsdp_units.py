@@ -201,7 +201,7 @@ def refusal(path: str, wrap: Any) -> str:
         ("llama", ("LlamaLayer",), "LlamaAttention, LlamaDecoderLayer, LlamaMLP"),
         ("llama", ("ModuleList",), "no module of class ModuleList"),
         ("llama_tied", ("layers", "head"), "lm_head.weight and model.embed_tokens.weight are one tensor (tied)"),
-        ("llama_tied", ("embedding",), "model.embed_tokens cannot be a unit of its own"),
+        ("llama_tied", ("embedding",), "model.embed_tokens cannot be a separate unit"),
         ("zamba2", ("Zamba2HybridLayer",), "are one tensor (tied)"),
     ],
 )
@@ -224,6 +224,6 @@ def test_single_experts_of_a_list_are_refused_with_the_reason() -> None:
     for layer in model.model.layers:
         layer.mlp = SparseBlock()
     module = TrainModule(model)
-    with pytest.raises(UserError, match=r"member of the list model.layers.0.mlp.experts.* the list, SparseBlock\."):
+    with pytest.raises(UserError, match=r"in the list model.layers.0.mlp.experts.* the list, SparseBlock\."):
         find_units(module, ("layers", "Expert"))
     assert len(find_units(module, ("layers", "SparseBlock"))) == 4

@@ -117,7 +117,7 @@ def refused(path: str, form: str) -> str:
 
 def test_mxfp4_is_read_and_never_made() -> None:
     message = run(1, refused, saved_model("llama"), "mxfp4")[0]
-    assert "model.path holds none: set lora.base to nf4, int8, fp8 or compute" in message
+    assert "model.path has none. Set lora.base to nf4, int8, fp8 or compute" in message
     assert low_bit.FORMATS["mxfp4"].sharded
 
 

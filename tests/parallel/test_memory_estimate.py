@@ -144,7 +144,9 @@ def test_the_refusal_comes_before_weights_are_drawn(tmp_path: Path) -> None:
 
 def test_each_rank_draws_the_whole_model() -> None:
     check_draws(1 << 20, 4 << 20)
-    with pytest.raises(UserError, match="model.init=random: each rank draws the whole model, 4 MiB, and has 4 MiB of"):
+    with pytest.raises(
+        UserError, match="model.init=random: each rank draws all weights of the model, 4 MiB, but has 4 MiB"
+    ):
         check_draws(1 << 20, (4 << 20) - 1)
 
 

@@ -148,8 +148,8 @@ def refused(path: str, mesh: str) -> str:
 def test_a_cut_inside_a_block_is_refused_with_sizes_that_go() -> None:
     message = run(2, refused, saved_model("llama", **{**WIDE, "intermediate_size": 192}), "tp2")[0]
     assert "mesh.tp would split the 192 inputs of model.layers.0.mlp.down_proj.weight" in message
-    assert "set mesh.tp to one of 1, 3, or lora.base=compute" in message
-    assert "whose rows are multiples of 64" in run(1, refused, saved_model("gpt2"), "1")[0]
+    assert "Set mesh.tp to one of 1, 3, or lora.base=compute" in message
+    assert "rows of a multiple of 64 elements" in run(1, refused, saved_model("gpt2"), "1")[0]
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (40, 192), (4, 24, 128)])

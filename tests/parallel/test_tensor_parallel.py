@@ -206,7 +206,7 @@ def refused(path: str, mesh: str) -> str:
      ("mesh.tp=4 does not divide the 6 heads of model.layers.0.self_attn.q_proj", "one of 1, 2, 3, 6")),
     ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 3}, "tp4",
      ("3 heads of keys and values", "one of 1, 3")),
-    ("opt", {}, "tp2", ("weft does not know how", "set mesh.tp=1")),
+    ("opt", {}, "tp2", ("weft has no rule to shard", "Set mesh.tp=1")),
 ], ids=["heads", "heads of keys", "a matrix that no rule knows"])  # fmt: skip
 def test_what_does_not_divide_is_refused_by_name(
     family: str, changes: dict[str, Any], mesh: str, words: tuple[str, ...]

@@ -68,6 +68,6 @@ def test_reasons_are_the_part_that_says_why() -> None:
         "mesh.cp: weft cannot cut documents of model_type 'a': on a small copy, it differs by 1e-1. Set mesh.cp=1."
     )
     assert support_table.reason(UserError(message)) == "it differs by 1e-1"
-    message = "mesh.tp: weft does not know how a.weight [4] of b can be divided: set mesh.tp=1."
-    assert support_table.reason(UserError(message)) == "weft does not know how a.weight [4] of b can be divided"
+    message = "mesh.tp: weft has no rule to shard a.weight [4] of b. Set mesh.tp=1."
+    assert support_table.reason(UserError(message)) == "weft has no rule to shard a.weight [4] of b"
     assert len(support_table.reason(UserError("word " * 100))) < 150

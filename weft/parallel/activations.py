@@ -1,4 +1,4 @@
-"""Activation memory, from shapes alone: the model runs on the meta device, which stores nothing."""
+"""Estimates activation memory from shapes. The model runs on the meta device, which stores no values."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ from weft.parallel.pp.model import PlaceholderLayer
 from weft.parallel.tp.divide import tensor_parallel
 
 _ATTENTION = "weft_shapes"
-_TOKENS = 240  # of the row that is run; memory is proportional to tokens
+_TOKENS = 240  # length of the row that runs on meta; memory is proportional to the number of tokens
 
 
 @dataclass(frozen=True)
 class RowSharing:
-    """Numbers of ranks that divide the work of a row: tp divides layers, ring x ulysses a cut document. sequence:
-    whether tp divides the tokens between layers, too. paths: keys that attention gathers for the segments of a row of
-    trees, as a multiple of the row's tokens; 1 where it gathers none."""
+    """How ranks share the work of a row.
+
+    tp: number of ranks that split layers. ring, ulysses: numbers of ranks that split a document. sequence: whether tp
+    also splits the tokens between layers. paths: number of keys that attention gathers for the segments of a row of
+    trees, as a multiple of the row's tokens; 1 if it gathers none.
+    """
 
     tp: int = 1
     ring: int = 1
@@ -43,23 +46,28 @@ class RowSharing:
     paths: float = 1.0
 
     def keys(self, heads: int, query_heads: int) -> float:
-        """Keys that attention stores, as a multiple of the rank's own tokens. In a ring of n, a rank holds chunks i and
-        2 n - 1 - i of 2 n chunks; their queries together see 2 n + 1 chunks of keys."""
+        """Number of keys that attention stores, as a multiple of the rank's tokens. heads: number of key heads.
+
+        In a ring of n ranks, a rank has chunks i and 2 n - 1 - i of 2 n chunks. Their queries together see 2 n + 1
+        chunks of keys, (n + 0.5) x the rank's two chunks.
+        """
         return repeats(heads, query_heads, self.ulysses) * (self.ring + 0.5 if self.ring > 1 else 1.0)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes per token of a row that autograd stores on a rank. layers: in each decoder layer. passed: hidden states
-    between two layers. before: in modules before the layers. after: between the layers and the head. kept: kind of
-    results -> what recomputation keeps of them in each layer. wide: the part of it that may go to the host, in
-    wide_tensors tensors. tiled: what each layer's MLPs store while a tile runs, beyond `layers`; 0 for MLPs that run
-    whole."""
+    """Bytes per token of a row that autograd stores on a rank.
+
+    layers: in each decoder layer. passed: hidden states between two layers. before_layers: in modules before the
+    layers. after_layers: in modules between the layers and the head. kept: kind of results -> bytes that recomputation
+    keeps in each layer. wide, wide_tensors: the bytes and the number of these tensors that can be offloaded to the
+    host. tiled: bytes that each layer's MLPs store while a tile runs, in addition to `layers`; 0 for MLPs that run
+    without tiles."""
 
     layers: tuple[float, ...]
     passed: float
-    before: float
-    after: float
+    before_layers: float
+    after_layers: float
     kept: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     wide: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     wide_tensors: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)
@@ -68,40 +76,40 @@ class Saved:
     def bytes(
         self, tokens: int, activations: Activations, layers: Sequence[int] | None = None, rows: float = 1.0
     ) -> int:
-        """Bytes of the device for rows of `tokens` tokens. layers: default all. rows: rows in flight. Includes
-        everything in the one layer that is being recomputed."""
+        """Bytes on the device for rows of `tokens` tokens, including all activations of one recomputed layer. layers:
+        indices, by default all. rows: number of rows in flight."""
         return self.after_forward(tokens, activations, layers, rows) + self.recomputed(tokens, activations, layers)
 
     def after_forward(
         self, tokens: int, activations: Activations, layers: Sequence[int] | None = None, rows: float = 1.0
     ) -> int:
-        """Bytes of the device between forward and backward, for which arguments are as in `bytes`."""
+        """Bytes on the device between forward and backward. The arguments are those of `bytes`."""
         numbers = range(len(self.layers)) if layers is None else layers
         stored = sum(self._stored(layer, activations) for layer in numbers)
-        outside = self.before + (self.after if len(self.layers) - 1 in numbers else 0.0)
+        outside = self.before_layers + (self.after_layers if len(self.layers) - 1 in numbers else 0.0)
         return round(((stored + outside) * rows + self._in_flight(numbers, activations)) * tokens)
 
     def recomputed(self, tokens: int, activations: Activations, layers: Sequence[int] | None = None) -> int:
-        """Bytes that the largest layer stores while backward recomputes it, or a tile of it, beyond kept tensors."""
+        """Bytes that the largest layer stores, besides kept tensors, while backward recomputes it or a tile of it."""
         numbers, recompute = range(len(self.layers)) if layers is None else layers, activations.recompute
         tile = min(1.0, (activations.tile or 0) / max(1, tokens))
-        most = 0.0
+        largest = 0.0
         for layer in numbers:
             size = tile * self.tiled[layer] if self.tiled else 0.0
             if recompute is not None and recompute.covers(layer):
                 size += self.layers[layer] - self._kept(layer, recompute)
-            most = max(most, size)
-        return round(most * tokens)
+            largest = max(largest, size)
+        return round(largest * tokens)
 
     def moved(self, tokens: int, activations: Activations, layers: Sequence[int] | None = None) -> int:
-        """Bytes of a row that go to the host in forward, and come back in backward."""
+        """Bytes of a row that forward copies to the host, and backward copies back."""
         numbers = range(len(self.layers)) if layers is None else layers
         return round(sum(self._hosted(layer, activations) for layer in numbers) * tokens)
 
     def on_host(
         self, tokens: int, activations: Activations, layers: Sequence[int] | None = None, rows: float = 1.0
     ) -> int:
-        """Bytes of the host for rows of `tokens` tokens, each tensor of which begins a page."""
+        """Bytes on the host for rows of `tokens` tokens. Each tensor starts a new page."""
         numbers = range(len(self.layers)) if layers is None else layers
         covered = [layer for layer in numbers if self._hosted(layer, activations)]
         tensors = sum(1 + sum(self.wide_tensors[kind][i] for kind in activations.hosted_kinds) for i in covered)
@@ -117,25 +125,25 @@ class Saved:
         return sum(self.kept[kind][layer] for kind in recompute.keep if kind in self.kept)
 
     def _hosted(self, layer: int, activations: Activations) -> float:
-        """Bytes per token of a layer that go to the host."""
+        """Bytes per token that a layer offloads to the host."""
         recompute = activations.recompute
         if activations.offload == "off" or recompute is None or not recompute.covers(layer):
             return 0.0
         return self.passed + sum(self.wide[kind][layer] for kind in activations.hosted_kinds if kind in self.wide)
 
     def _in_flight(self, layers: Sequence[int], activations: Activations) -> float:
-        """Bytes per token of layers that are on the host and on the device, because copies may still run."""
+        """Bytes per token that are both on the host and on the device, because their copies may still run."""
         return sum(sorted((self._hosted(layer, activations) for layer in layers), reverse=True)[:LAYERS_IN_FLIGHT])
 
 
 def saved_bytes(
     config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing(), *, tiled: bool = False
 ) -> Saved:
-    """What autograd stores on a rank for a model computed in `dtype`. shared: how ranks divide a row, which is then a
-    part of one document. tiled: whether MLPs run over tiles of tokens.
+    """The bytes that autograd stores on a rank for a model computed in `dtype`.
 
-    Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and temporary memory of
-    kernels. Of layers that are built alike, one is run. Errors of families that cannot run on meta are passed on.
+    shared: how ranks share a row. The row is then part of one document. tiled: whether MLPs run over tiles of tokens.
+    Excluded are weights, the head, attention masks, and temporary memory of kernels. Of layers with equal structure,
+    only one runs. Raises the model's own exception if it cannot run on meta.
     """
     AttentionInterface.register(_ATTENTION, partial(_attend, shared))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
@@ -147,9 +155,9 @@ def saved_bytes(
     if tiled:
         tile_mlps(_TOKENS // 2, module, required=False)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that numbers are not used again
+    storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that their addresses are not reused
     by_layer = [0] * len(firsts)
-    outside, inside, passed, begun = [0, 0], list[int](), 0, False
+    outside, inside, passed, layers_started = [0, 0], list[int](), 0, False
     results, running = dict[int, LayerResults](), ExitStack()
 
     def keep(tensor: Tensor) -> Tensor:
@@ -159,12 +167,12 @@ def saved_bytes(
             if inside:
                 by_layer[inside[-1]] += storage.nbytes()
             else:
-                outside[begun] += storage.nbytes()
+                outside[layers_started] += storage.nbytes()
         return tensor
 
     def enter(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal passed, begun
-        begun = True
+        nonlocal passed, layers_started
+        layers_started = True
         hidden = args[0] if args else kwargs["hidden_states"]
         passed = max(passed, hidden.untyped_storage().nbytes())
         inside.append(number)
@@ -184,7 +192,7 @@ def saved_bytes(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts(), running:
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
-    # A layer's mixers with state gather other ranks' hidden states for a cut document.
+    # For a document that ranks share, mixers with state gather the hidden states of the other ranks.
     width = int(module.get_submodule(module.facts.embedding).weight.shape[1]) * dtype.itemsize
     mixers = [sum(mixer.startswith(f"{name}.") for mixer in module.mixers) for name, _ in module.layers]
     per_token = tuple(
@@ -198,7 +206,7 @@ def saved_bytes(
     }
     wide = {kind: tuple(_bytes(tensors) / _TOKENS for tensors in layers) for kind, layers in wide_results.items()}
     wide_tensors = {kind: tuple(map(len, layers)) for kind, layers in wide_results.items()}
-    if shared.ulysses > 1:  # these hidden states, and the parts of the results that ranks sum
+    if shared.ulysses > 1:  # the gathered hidden states, and the partial results that ranks sum
         kept["collectives"] = tuple(
             size + 2 * count * shared.ulysses * width for size, count in zip(kept["collectives"], mixers, strict=True)
         )
@@ -210,34 +218,34 @@ def saved_bytes(
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """The memory of tensors, some of which may share it."""
+    """Bytes of the storages of these tensors. A shared storage counts once."""
     return sum({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def keep_one_of_each_kind(module: TrainModule) -> list[int]:
-    """Keep the first of the layers that are built alike, and replace the others by stand-ins that pass hidden states
-    on. Returns for each layer the number of the layer that runs for it."""
+    """Keep the first of all layers with equal structure, and replace the others by placeholders, which return their
+    input. Returns, for each layer, the index of the layer that represents it."""
     types = getattr(module.hf_model.config.get_text_config(), "layer_types", None) or ()
-    holder: Any = module.get_submodule(module.facts.layers)
-    first: dict[object, int] = {}
+    layer_list: Any = module.get_submodule(module.facts.layers)
+    first_index: dict[object, int] = {}
     firsts = []
     for number, (_, layer) in enumerate(module.layers):
-        kind = (
+        structure = (
             type(layer),
             types[number] if number < len(types) else None,
             tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
         )
-        firsts.append(first.setdefault(kind, number))
+        firsts.append(first_index.setdefault(structure, number))
         if firsts[-1] != number:
-            holder[number] = placeholder = PlaceholderLayer(
+            layer_list[number] = placeholder = PlaceholderLayer(
                 layer, 0, StageIO(is_last=False), returns_received=False, keeps_input=False
             )
-            holder[firsts[-1]].register_forward_hook(partial(_copy_outputs, placeholder))
+            layer_list[firsts[-1]].register_forward_hook(partial(_copy_outputs, placeholder))
     return firsts
 
 
 def _copy_outputs(placeholder: PlaceholderLayer, _: nn.Module, args: Any, output: Any) -> None:
-    """Let a placeholder return as many tensors as the layer that runs for it."""
+    """A forward hook: make the placeholder return as many outputs as the layer that represents it."""
     placeholder.num_outputs = len(output) if isinstance(output, tuple) else 0
 
 
@@ -258,7 +266,7 @@ def _attend(
     copies = repeats(key_BKTD.shape[1], query_BHTD.shape[1], shared.ulysses)
     keys = key_BKTD.numel() + value_BKTE.numel()
     received = int((factor - copies) * keys)  # from other members of the ring
-    if shared.ulysses > 1:  # heads for tokens, and back
+    if shared.ulysses > 1:  # the exchange of heads for tokens, and its inverse
         received += query_BHTD.numel() + copies * keys + query_BHTD.shape[:3].numel() * value_BKTE.shape[3]
     reuse_in_recompute(lambda: query_BHTD.new_empty(received), "collectives")
     stored = factor * shared.paths
@@ -271,7 +279,7 @@ def _attend(
 
 
 class _Attended(torch.autograd.Function):
-    """Saves the tensors that the kernels of ops/attention.py save: inputs, output and the logsumexp of each query."""
+    """Saves the same tensors as the kernels of ops/attention.py: inputs, output and the logsumexp of each query."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:

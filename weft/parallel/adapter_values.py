@@ -1,7 +1,7 @@
-"""First values of adapters that are made from the base's weights: PiSSA, OLoRA, LoftQ, and the magnitudes of DoRA.
+"""Initial values of adapters that are computed from the base's weights: PiSSA, OLoRA, LoftQ, and DoRA's magnitudes.
 
-Each is computed from a whole weight, so that it does not depend on the mesh: the ranks take turns, weight by weight,
-and send what they computed to the others.
+They are computed from full weights, so they do not depend on the mesh. The weights are assigned to the ranks in turn. A
+rank computes the values for its weights and broadcasts them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.parallel.shards.load import LoadPlan, read_whole
 
 
 def needs_weights(plan: LoraPlan) -> bool:
-    """Whether new adapters begin with values that are made from the base's weights."""
+    """Whether the initial values of new adapters are computed from the base's weights."""
     return plan.path is None and (plan.dora or plan.init in FROM_WEIGHTS)
 
 
@@ -36,8 +36,8 @@ def fill_from_weights(
     cuts: ShardSpecs,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Fill this rank's shards of adapters. base: shards of the base's weights, dequantised. group: of the ranks that
-    have the same layers, None for one. Collective over it."""
+    """Fill this rank's shards of adapters. base: shards of the base's weights, dequantised. group: the ranks that have
+    the same layers, None for one rank. Collective over it."""
     parameters = dict(module.named_parameters())
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     local = [target for target in plan.targets if target.names[0] in parameters]
@@ -61,7 +61,7 @@ def fill_from_weights(
 
 
 def _first_values(plan: LoraPlan, target: Target, weight: Tensor, load: LoadPlan) -> dict[str, Tensor]:
-    """weight: [out, in] fp32."""
+    """Name -> initial values of a target's adapter tensors. weight: the full weight [out, in], fp32."""
     values, (a_name, b_name, *magnitude) = {}, plan.tensors(target)
     rank = plan.rank - plan.frozen
     if plan.init in MOVES_BASE:
@@ -71,9 +71,9 @@ def _first_values(plan: LoraPlan, target: Target, weight: Tensor, load: LoadPlan
         exact = read_whole(load, target.weight).to(weight)
         b, a = _low_rank((exact.T if target.transposed else exact) - weight, rank, plan.scale)
         values = {a_name: a, b_name: b}
-    if magnitude:  # of what the layer is before training: the weight, with loftq its first correction
-        start = weight if plan.init != "loftq" else weight + plan.scale * values[b_name] @ values[a_name]
-        values[magnitude[0]] = start.norm(dim=1)
+    if magnitude:  # DoRA: row norms of the layer's weight before training, which includes loftq's correction
+        initial = weight if plan.init != "loftq" else weight + plan.scale * values[b_name] @ values[a_name]
+        values[magnitude[0]] = initial.norm(dim=1)
     return values
 
 
@@ -82,14 +82,14 @@ def _pissa(weight: Tensor, rank: int, plan: LoraPlan) -> tuple[Tensor, Tensor]:
     if plan.init == "pissa":
         return _low_rank(weight, rank, plan.scale)
     with torch.random.fork_rng(devices=[weight.device] if weight.device.type == "cuda" else []):
-        torch.manual_seed(0)  # svd_lowrank draws its first subspace
+        torch.manual_seed(0)  # svd_lowrank starts from a random subspace
         u, s, v = torch.svd_lowrank(weight, rank, niter=int(plan.init.rpartition("_")[2]))
     root = (s / plan.scale).sqrt()
     return u * root, root[:, None] * v.T
 
 
 def _low_rank(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """(B, A) with s B A the best approximation of this rank."""
+    """(B, A) such that scale * B @ A is the best approximation of the weight with this rank."""
     u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     root = (s[:rank] / scale).sqrt()
     return u[:, :rank] * root, root[:, None] * vh[:rank]

@@ -1,8 +1,8 @@
-"""fsdp.cpu_offload=optimizer: the accelerator's copies, in the compute dtype, of shards whose masters are on the host.
+"""fsdp.cpu_offload=optimizer: copies of shards on the accelerator, in the compute dtype. The master weights are on the
+host.
 
-FSDP2's CPUOffloadPolicy copies a unit's fp32 shard to the accelerator each time that it gathers the unit. Here FSDP
-gathers from a copy that stays on the accelerator, and is renewed once after each update of its master.
-"""
+FSDP2's CPUOffloadPolicy copies a unit's fp32 shard to the accelerator in each gather. Here FSDP gathers from a copy
+that stays on the accelerator. The copy is refreshed once after each optimizer step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from weft.parallel.fsdp import fsdp_modules
 
-_STAGING = 2  # buffers of pinned memory, so that one is filled while another is copied
+_STAGING = 2  # number of pinned buffers: one is filled while another is copied
 
 
 @dataclass
 class _DeviceCopy:
-    """A shard on the accelerator. host: FSDP's view of the master, with the padding of uneven shards. shard: the same
-    elements in the compute dtype."""
+    """A shard on the accelerator. host: FSDP's view of the master shard, with padding. shard: the same elements on the
+    accelerator, in the compute dtype; None before the first refresh. stale: whether the master has changed since."""
 
     parameter: FSDPParam
     host: Tensor
@@ -31,7 +31,7 @@ class _DeviceCopy:
 
 @dataclass
 class _Staging:
-    """Pinned memory through which shards go to the accelerator, and when the last copy out of it is done."""
+    """A pinned buffer between host and accelerator. done: event of the last copy from the buffer."""
 
     memory: Tensor
     done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
@@ -40,8 +40,8 @@ class _Staging:
 class DeviceCopies:
     """Copies of the shards of all FSDP units of a module.
 
-    They follow `update`, which the optimizer calls for each parameter that it has stepped, and `refresh`, which renews
-    all that are stale. On CUDA copies run in a stream of their own; `refresh` lets the stream that computes wait.
+    The optimizer calls `update` for each parameter after it has stepped it. `refresh` updates all stale copies. On CUDA
+    copies run on a separate stream, and `refresh` makes the compute stream wait for it.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -57,12 +57,12 @@ class DeviceCopies:
         return sum(copy.shard.nbytes for copy in self._copies.values() if copy.shard is not None)
 
     def invalidate(self) -> None:
-        """Say that masters have changed."""
+        """Mark all copies as stale, after a change of master weights."""
         for copy in self._copies.values():
             copy.stale = True
 
     def free(self) -> int:
-        """Give up the accelerator's memory until the next `refresh`; returns the bytes."""
+        """Free the copies until the next `refresh`. Returns the number of freed bytes."""
         freed = self.bytes
         for copy in self._copies.values():
             copy.parameter._sharded_param_data = copy.host
@@ -71,9 +71,9 @@ class DeviceCopies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Renew every stale copy, and wait, in the stream that computes, for all of them."""
+        """Update every stale copy, and make the compute stream wait for all copies."""
         if not self._copies:
-            self._find()
+            self._find_shards()
         for parameter, copy in self._copies.items():
             if copy.stale:
                 self.update(parameter)
@@ -82,11 +82,11 @@ class DeviceCopies:
 
     @torch.no_grad()
     def update(self, parameter: nn.Parameter) -> None:
-        """Renew the copy of one parameter, whose master has its new value."""
+        """Update the copy of one parameter from its master."""
         copy = self._copies[parameter]
         if copy.shard is None:
             dtype = copy.parameter.param_dtype or copy.host.dtype
-            # Allocated in the stream that computes, which waits for copies before it reads them.
+            # Allocated on the compute stream, which waits for the copies before it reads them.
             copy.shard = torch.empty_like(copy.host, dtype=dtype, device=self._device, pin_memory=False)
         copy.parameter._sharded_param_data = copy.shard
         if self._stream is None:
@@ -95,9 +95,9 @@ class DeviceCopies:
             self._send(copy.host, copy.shard)
         copy.stale = False
 
-    def _find(self) -> None:
-        """Look up FSDP's parameters, after FSDP has settled their memory and dtypes, as it would in the first
-        forward. Parameters that convert themselves when they are gathered are left alone."""
+    def _find_shards(self) -> None:
+        """Find FSDP's parameters. FSDP's lazy initialisation must run first, as in the first forward, because it
+        determines memory and dtypes. Parameters with their own conversion (fsdp_pre_all_gather) are skipped."""
         assert isinstance(self._module, FSDPModule)
         self._module._get_fsdp_state()._lazy_init()
         for unit in fsdp_modules(self._module):
@@ -108,7 +108,7 @@ class DeviceCopies:
                     self._copies[parameter.sharded_param] = copy
 
     def _send(self, host: Tensor, shard: Tensor) -> None:
-        """Copy to CUDA through pinned memory, which is filled in the compute dtype: half the bytes travel."""
+        """Copy to CUDA through pinned memory. The host converts to the compute dtype, so half the bytes are sent."""
         assert self._stream is not None
         if not self._staging:
             largest = max(copy.host.numel() for copy in self._copies.values())

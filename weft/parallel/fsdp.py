@@ -1,6 +1,6 @@
 """FSDP2 on the data axes: how units are sharded, and how gradients are summed.
 
-FSDP's own averaging is off everywhere: the engine divides by the step's normaliser, computed on the host.
+FSDP's averaging is off everywhere. The engine divides by the step's normaliser, which it computes on the host.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig, compute: torch.dtype) -> None:
-    """fully_shard every unit, then the root. Inputs are never cast, to protect rotary tables and routers."""
+    """Apply fully_shard to every unit, then to the root. FSDP never casts inputs, because rotary tables and router
+    inputs must stay fp32. compute: the compute dtype."""
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
-    # On one data rank, a frozen parameter in the compute dtype is gathered by copying it. In a world of one rank FSDP
-    # leaves it alone instead. With tp, ep or pp it would be a plain tensor that ranks hold parts of, and what writes
-    # tensors to files and engines takes a plain tensor for one that all ranks hold.
+    # On one data rank, FSDP would gather a frozen parameter in the compute dtype by copying it. With one rank in total,
+    # FSDP ignores such parameters instead. It must not with tp, ep or pp: an ignored parameter is a plain tensor, and
+    # the code that writes files and syncs engines treats plain tensors as equal on all ranks.
     leaves_frozen = mesh.world.size() == 1 and not config.cpu_offload
     ignored = {
         p
@@ -52,8 +53,8 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         if unit.shard not in meshes:
             meshes[unit.shard] = _mesh_of(unit.shard, mesh)
         unit_mesh = meshes[unit.shard]
-        for part in unit.modules:
-            part.register_forward_hook(_without_views)
+        for child in unit.modules:
+            child.register_forward_hook(_without_views)
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         reshard = False if unit.keep else _reshard(config.reshard_after_forward, unit_mesh.size(unit_mesh.ndim - 1))
         fully_shard(
@@ -76,8 +77,8 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
         prefetch(module, units, *depth)
     for child in fsdp_modules(module):
-        # On one rank there is nothing to average, and FSDP (torch 2.11 to 2.13) divides by any factor in a pass of its
-        # own. gloo has no PREMUL_SUM, so a factor of 1 also needs the plain sum to be forced.
+        # One rank has nothing to average, but FSDP (torch 2.11 to 2.13) would divide by any factor in a separate pass.
+        # With a factor, FSDP uses PREMUL_SUM, which gloo does not have, so the plain sum must be forced.
         if _ranks(child) > 1:
             child.set_gradient_divide_factor(1.0)
         else:
@@ -86,18 +87,18 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
 
 
 class _ReduceInPlace:
-    """The reduce-scatter of one data rank, which has nothing to reduce: its output is its input.
+    """The reduce-scatter of a single data rank: its output buffer is its input buffer.
 
-    FSDP (torch 2.11 to 2.13) copies a unit's gradients into an input, copies that to an output, and keeps the input
-    until the next unit's backward is done. With one buffer for both, what it keeps is the unit's gradients.
+    FSDP (torch 2.11 to 2.13) copies a unit's gradients into an input buffer, copies this to an output buffer, and keeps
+    the input buffer until the backward of the next unit ends. One buffer for both saves the second copy and its memory.
     """
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called for an input, then for its output, on the stream that reduces: there it is added to earlier gradients,
-        which its memory must outlive."""
+        """FSDP calls this for the input buffer, then for the output buffer. The second call is on the reduce stream,
+        which adds the buffer to earlier gradients, so the allocator must not reuse it before."""
         if self._input is None:
             self._input = torch.empty(*size, dtype=dtype, device=device)
             return self._input
@@ -107,12 +108,12 @@ class _ReduceInPlace:
         return output
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """FSDP does not call it on one rank, and there would be nothing to do."""
+        """Do nothing. FSDP does not call this on one rank."""
 
 
 def _offload(config: FsdpConfig, mesh: DeviceMesh) -> OffloadPolicy:
-    """Where the shards of a unit with this mesh live. Host memory is pinned, which needs an accelerator, so that copies
-    overlap; but a pinned copy of a replicated unit's gradient is overwritten (weft/upstream.py)."""
+    """The offload policy of a unit with this mesh. Host memory is pinned on accelerators, so that copies overlap with
+    computation. Exception: FSDP overwrites pinned gradients of replicated units too early (weft/upstream.py)."""
     if not config.cpu_offload:
         return OffloadPolicy()
     replicated = mesh.ndim > 1
@@ -120,15 +121,15 @@ def _offload(config: FsdpConfig, mesh: DeviceMesh) -> OffloadPolicy:
 
 
 def _ranks(unit: FSDPModule) -> int:
-    """The number of ranks over which the unit's parameters are sharded or replicated; 1 without parameters."""
+    """The number of ranks over which the unit's parameters are sharded or replicated. 1 without parameters."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return 1 if group is None else int(group.mesh_info.mesh.size())
 
 
 @torch.compiler.disable
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A unit's outputs, with views copied: FSDP's backward hooks do not work on a view, which some layers return (OPT
-    reshapes its output)."""
+    """A forward hook that replaces outputs that are views by copies. FSDP's backward hooks do not work on views, and
+    some layers return one (OPT reshapes its output)."""
     if type(output) is tuple:
         return tuple(_without_views(module, inputs, item) for item in output)
     is_view = isinstance(output, Tensor) and output.requires_grad and output._base is not None
@@ -136,7 +137,7 @@ def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _mesh_of(strategy: Strategy, mesh: Mesh) -> DeviceMesh:
-    """The mesh of a unit: one axis to shard over, or one to replicate over and one to shard over."""
+    """The mesh of a unit: (shard axis) or (replicate axis, shard axis)."""
     if strategy == "experts":
         assert mesh.experts is not None
         return mesh.experts
@@ -144,31 +145,34 @@ def _mesh_of(strategy: Strategy, mesh: Mesh) -> DeviceMesh:
 
 
 def _reshard(setting: bool | int, shards: int) -> bool | int:
-    """reshard_after_forward of a unit with so many shards; a group size that does not divide them becomes True."""
+    """reshard_after_forward of a unit. shards: number of its shards. A group size that does not divide it becomes
+    True."""
     if isinstance(setting, bool) or (setting < shards and shards % setting == 0):
         return setting
     return True
 
 
 def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:
-    """Let each unit gather the next units ahead, each with its inner units. forward, backward: how many.
+    """Make each unit prefetch the next units, each with its inner units. forward, backward: number of units to
+    prefetch.
 
-    The root, and a unit with inner units, begin with their first ones (in backward, their last). No unit looks beyond
-    the unit that contains it, because recomputation runs a layer again in backward when the next layer is already done.
+    The root and units with inner units start with their first inner units (in backward, with their last). A unit
+    prefetches only within the unit that contains it: in backward, recomputation runs a layer's forward again, and the
+    next layer, which its forward would prefetch, is already done.
     """
     inside = inner_units(root, units)
 
     def with_inner(outer_units: Sequence[Unit], order: int) -> list[FSDPModule]:
-        parts = []
+        modules = []
         for unit in outer_units:
-            parts += [_fsdp(unit.modules[0]), *with_inner(inside.get(id(unit.modules[0]), [])[::order], order)]
-        return parts
+            modules += [_fsdp(unit.modules[0]), *with_inner(inside.get(id(unit.modules[0]), [])[::order], order)]
+        return modules
 
-    def look_ahead(part: nn.Module, after: Sequence[Unit], before: Sequence[Unit]) -> None:
-        inner = inside.get(id(part), [])
-        _fsdp(part).set_modules_to_forward_prefetch(with_inner([*inner[:forward], *after[:forward]], 1))
-        first_in_backward = [*inner[::-1][:backward], *before[::-1][:backward]]
-        _fsdp(part).set_modules_to_backward_prefetch(with_inner(first_in_backward, -1))
+    def look_ahead(child: nn.Module, later_units: Sequence[Unit], earlier_units: Sequence[Unit]) -> None:
+        inner = inside.get(id(child), [])
+        _fsdp(child).set_modules_to_forward_prefetch(with_inner([*inner[:forward], *later_units[:forward]], 1))
+        first_in_backward = [*inner[::-1][:backward], *earlier_units[::-1][:backward]]
+        _fsdp(child).set_modules_to_backward_prefetch(with_inner(first_in_backward, -1))
 
     look_ahead(root, (), ())
     for siblings in inside.values():
@@ -182,26 +186,27 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """The modules of all FSDP units, including the root."""
+    """The FSDP modules inside `module`, including the root."""
     return (child for child in module.modules() if isinstance(child, FSDPModule))
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the gathered weights of all units after a forward without a backward; they would be stale once the optimizer
-    has stepped the shards."""
+    """Free the gathered weights of all units, after a forward without a backward. After the next optimizer step they
+    would be outdated."""
     for unit in fsdp_modules(module):
         unit.reshard()
 
 
 class WorkingCopies:
-    """The gathered parameters of one data rank, which are copies in the compute dtype, kept for a whole step.
+    """Keeps gathered parameters for a full step, on a single data rank. They are copies in the compute dtype.
 
-    FSDP (torch 2.11 to 2.13) copies a unit's parameters whenever it gathers the unit, on one rank too: in every forward
-    and every backward of every micro-batch, on the stream that computes. Kept, they are copied once a step.
+    FSDP (torch 2.11 to 2.13) copies a unit's parameters whenever it gathers the unit, also on one rank: in the forward
+    and the backward of every micro-batch, on the compute stream. With kept parameters there is one copy per step.
     """
 
     def __init__(self, module: nn.Module, always: bool, device: torch.device) -> None:
-        """always: from the first step on; else as soon as the steps so far show that memory suffices, on CUDA only."""
+        """always: keep them from the first step on. Else keep them once the measured memory of steps shows that they
+        fit, on CUDA only."""
         units = [] if not isinstance(module, FSDPModule) else [*fsdp_modules(module)]
         self._units = units if all(_ranks(unit) == 1 for unit in units) else []
         groups = {unit: unit._get_fsdp_state()._fsdp_param_group for unit in self._units if unit is not module}
@@ -210,7 +215,7 @@ class WorkingCopies:
         self._measured = False  # whether a step has shown how much memory it takes
 
     def decide(self) -> None:
-        """Decide, at the start of a step, whether the copies are kept in it."""
+        """Decide whether the next step keeps the copies. Call this at the start of each step."""
         keep = bool(self._units) and (self._always or self._fit())
         if keep != self.on:
             for unit in self._freed:
@@ -218,14 +223,15 @@ class WorkingCopies:
             self.on = keep
 
     def micro_batch(self, last: bool) -> None:
-        """Say whether the next backward is the step's last, after which the copies are freed: they would be stale."""
+        """Announce the next micro-batch. After the backward of the last micro-batch the copies are freed, because the
+        optimizer step makes them outdated."""
         if self.on:
             for unit in self._units:
                 unit.set_reshard_after_backward(last, recurse=False)
 
     def _fit(self) -> bool:
-        """Whether the largest memory of all steps so far, with all copies, leaves an eighth of what this process can
-        have; once they are kept, whether that stays within 95% of it."""
+        """Whether the largest memory of all steps so far, plus the copies, is at most 7/8 of the memory available to
+        this process. If copies are already kept, whether it is at most 95%."""
         if self._device.type != "cuda" or is_simulated():
             return False
         self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
@@ -237,7 +243,7 @@ class WorkingCopies:
         return self._peak <= 0.95 * room if self.on else self._peak + self._bytes() <= 0.875 * room
 
     def _bytes(self) -> int:
-        """Bytes of the copies that are freed otherwise."""
+        """Bytes of the copies that would otherwise be freed after forward."""
         groups = (unit._get_fsdp_state()._fsdp_param_group for unit in self._freed)
         return sum(
             parameter._orig_size.numel() * (parameter.param_dtype or parameter.orig_dtype).itemsize
@@ -254,7 +260,7 @@ def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dt
         group = child._get_fsdp_state()._fsdp_param_group
         for parameter in [] if group is None else group.fsdp_params:
             if not parameter.orig_dtype.is_floating_point:
-                continue  # bytes of a quantised weight, which FSDP gathers as they are
+                continue  # codes of a quantised weight, which FSDP gathers without a cast
             compute = parameter.param_dtype or parameter.orig_dtype  # None: no cast is needed
             dtypes.add((compute, parameter.reduce_dtype or compute))
     return dtypes
@@ -269,31 +275,35 @@ Reduce = Literal["every", "scatter", "last", "later"]
 
 
 def reduce_when(module: nn.Module, when: Reduce, *, last: bool, units: Iterable[FSDPModule] | None = None) -> None:
-    """Set how the next backward reduces gradients. when: `every`: fully; `scatter`: over shards, and over replicas in
-    the step's last micro-batch; `last`: in the last micro-batch only; `later`: not at all. last: whether this is the
-    step's last micro-batch. units: the units to set; default all."""
+    """Set how the next backward reduces gradients.
+
+    when: `every`: over shards and replicas. `scatter`: over shards, and over replicas in the last micro-batch only.
+    `last`: in the last micro-batch only. `later`: not in backward. last: whether this is the step's last micro-batch.
+    units: by default all.
+    """
     for unit in fsdp_modules(module) if units is None else units:
         unit.set_requires_gradient_sync(when != "later" and (last or when != "last"), recurse=False)
         unit.set_requires_all_reduce(last or when == "every", recurse=False)
 
 
 def end_backward(module: nn.Module, last: bool) -> None:
-    """Tell FSDP whether the next backward is the step's last, at whose end it waits for reductions."""
+    """Set whether the next backward is the step's last. At its end FSDP waits for all reductions."""
     assert isinstance(module, FSDPModule)
     module.set_is_last_backward(last)
 
 
 def reduce_now(module: nn.Module) -> None:
-    """Run FSDP's reduction at the end of a backward, for gradients that were computed after it. torch's own zero-bubble
-    schedules do the same (torch.distributed.pipelining, perform_reduce_grad)."""
+    """Run the reductions that FSDP runs at the end of backward, for gradients that were computed after backward.
+    torch's zero-bubble schedules do the same (torch.distributed.pipelining, perform_reduce_grad)."""
     assert isinstance(module, FSDPModule)
     module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 class _AnnouncedReduceScatter:
-    """A reduce-scatter that says when its unit begins to reduce, which is when its buffers are allocated."""
+    """A reduce-scatter that calls `announce` when its unit starts to reduce. FSDP then allocates the buffers."""
 
     def __init__(self, replaced: Any, announce: Callable[[], None]) -> None:
+        """replaced: the unit's previous reduce-scatter, which does the work."""
         self._replaced, self._announce = replaced, announce
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -306,10 +316,11 @@ class _AnnouncedReduceScatter:
 
 
 def announce_reductions(unit: FSDPModule, announce: Callable[[FSDPModule], None]) -> None:
-    """Let a unit call `announce`, perhaps twice, when it begins to reduce its gradients, on one rank too.
+    """Make a unit call `announce` when it starts to reduce its gradients, also on one rank. It may call it twice.
 
-    FSDP's hook after an all-reduce would move copies to the host to another stream (hsdp-offload-race), and its hooks
-    after a gradient has accumulated would make these copies block (torch 2.13).
+    FSDP's public hooks do not work here (torch 2.13). Its hook after an all-reduce would move copies to the host to
+    another stream (hsdp-offload-race in weft/upstream.py). Its hooks after a gradient has accumulated would make these
+    copies block.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None:
@@ -405,7 +416,8 @@ class _Pending:
 
 
 class InputCasts:
-    """Hooks that cast inputs. input_dtypes: module -> dtypes of its floating-point inputs before the cast."""
+    """Hooks that cast the floating-point inputs of modules to `dtype`. input_dtypes: name of a module -> dtypes of its
+    inputs before the cast."""
 
     def __init__(self, root: nn.Module, patterns: Sequence[str], dtype: torch.dtype) -> None:
         """Hook the outermost modules that the patterns match. Raises UserError if a pattern matches nothing."""
@@ -439,11 +451,11 @@ class InputCasts:
         return hook
 
 
-# ---------------------------------------------------------------- collectives on a CPU, timed
+# ---------------------------------------------------------------- timing of collectives on CPU
 
 
 def time_collectives(module: nn.Module) -> None:
-    """Report to `timing` how long the units of `module`, on a CPU, wait for gathers and reductions."""
+    """Measure how long the units of `module` wait for gathers and reductions, in launch/timing.py. CPU only."""
     gather = TimedAllGather()
     for unit in fsdp_modules(module):
         group = unit._get_fsdp_state()._fsdp_param_group
@@ -456,7 +468,7 @@ def time_collectives(module: nn.Module) -> None:
 
 
 class TimedAllGather:
-    """The all-gather of shards."""
+    """FSDP's all-gather of shards, timed."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -469,10 +481,10 @@ class TimedAllGather:
 
 
 class TimedReduceScatter:
-    """The reduce-scatter over shards, and the all-reduce over replicas that follows it."""
+    """FSDP's reduce-scatter over shards and its later all-reduce over replicas, timed."""
 
     def __init__(self, replaced: Any) -> None:
-        """replaced: the unit's reduce-scatter so far, which still allocates."""
+        """replaced: the unit's previous reduce-scatter, which allocates the buffers."""
         self._ready_time, self._replaced = 0.0, replaced
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -494,5 +506,5 @@ class TimedReduceScatter:
         return work
 
     def reduced(self, _: Tensor) -> None:
-        """Hook: FSDP2 calls it after the all-reduce over replicas, or at once if there is none."""
+        """A hook. FSDP2 calls it after the all-reduce over replicas, or immediately if there is none."""
         timing.waited(self._ready_time)

@@ -1,4 +1,4 @@
-"""Memory of weights, gradients and optimizer state, estimated from shapes alone, and advice before anything is
+"""Estimates the memory of weights, gradients and optimizer state from shapes, and gives advice before weights are
 loaded."""
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from weft.parallel.shards.cuts import ShardSpecs, full_shape
 from weft.parallel.units import Unit, parameters_by_unit
 from weft.terminal import byte_count, counted
 
-# (name of a tensor, its whole shape, a number of its elements) -> bytes of the optimizer's state of these elements.
+# (name of a tensor, its full shape, a number of its elements) -> bytes of optimizer state for these elements.
 StateBytes = Callable[[str, Sequence[int], int], int]
-SMALL = 0.4  # share of a device that a whole model may take, to leave room for activations
+SMALL = 0.4  # a model that takes at most this share of a device leaves enough memory for activations
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes per rank: the maximum over ranks, equal on all. gathered: the largest set of gathered parameters, in the
-    compute dtype. unsharded: what a rank would hold if nothing were sharded, without `gathered`. average: the average
-    of the weights (optimizer.ema_decay)."""
+    """Bytes per rank. Each number is the maximum over ranks, and is equal on all ranks.
+
+    gathered: parameters that are gathered at the same time, in the compute dtype. unsharded: total without sharding,
+    excluding `gathered`. average: the moving average of the weights (optimizer.ema_decay).
+    """
 
     weights: int
     gradients: int
@@ -45,7 +47,7 @@ class MemoryNeeds:
 
     @property
     def resident(self) -> int:
-        """Bytes between steps; gradients are included, because they exist at the end of a step."""
+        """Bytes at the end of a step, which include gradients."""
         return self.weights + self.gradients + self.optimizer + self.average
 
     def __str__(self) -> str:
@@ -61,8 +63,8 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training stores besides weights and gradients. state: bytes of the optimizer's state. average: whether an
-    fp32 average of the weights is kept."""
+    """Memory of training besides weights and gradients. state: computes the bytes of optimizer state. average: whether
+    there is an fp32 moving average of the weights."""
 
     state: StateBytes
     average: bool = False
@@ -76,8 +78,8 @@ def memory_needs(
     reshard: bool | int = True,
     cuts: ShardSpecs | None = None,
 ) -> MemoryNeeds:
-    """The needs of a sharded module, which may be on meta. training: None for inference. reshard:
-    fsdp.reshard_after_forward. cuts: how tp and ep divide parameters."""
+    """The memory of a sharded module, which may be on meta. training: None for inference. reshard:
+    fsdp.reshard_after_forward. cuts: how tp and ep shard parameters."""
     named, parameters = list(module.named_parameters()), list(module.parameters())
     trained = [p for p in parameters if p.requires_grad and training is not None]
     master = precision.master.itemsize
@@ -102,8 +104,8 @@ def memory_needs(
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes of one engine that a rank holds on the host for a while. saved: the copy of which a checkpoint is written.
-    asleep: parts that are on the host while the engine sleeps."""
+    """Temporary host memory of one engine on a rank, in bytes. saved: the copy from which a checkpoint is written.
+    asleep: the parts that are on the host while the engine sleeps."""
 
     saved: int
     asleep: int
@@ -112,21 +114,24 @@ class HostNeeds:
     def estimate(
         needs: MemoryNeeds, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]
     ) -> HostNeeds:
-        """adapters: only trained parameters are saved. state: trainer state is saved with the weights. replicas: number
-        of ranks that hold the same and share the writing. parts: parts that sleep ("parameters", "optimizer")."""
-        masters = needs.gradients if adapters else needs.weights  # as many elements as have a gradient, in its dtype
+        """adapters: whether only trained parameters are saved. state: whether trainer state is also saved. replicas:
+        number of ranks with equal tensors, which share the writing. parts: what moves to the host in sleep
+        ("parameters", "optimizer")."""
+        masters = needs.gradients if adapters else needs.weights  # trained parameters are as large as the gradients
         moments = needs.optimizer + needs.average
         slept = needs.weights * ("parameters" in parts) + moments * ("optimizer" in parts)
         return HostNeeds((masters + moments * state) // replicas, slept)
 
 
 def host_bytes(engines: Sequence[HostNeeds]) -> int:
-    """Size of the host pool that a rank's engines share (engine/host.py); saving and sleeping take turns."""
+    """Size of the host pool that a rank's engines share (engine/host.py). The engines never save and sleep at the same
+    time."""
     return max(sum(needs.saved for needs in engines), sum(needs.asleep for needs in engines))
 
 
 def host_shortage(needed: int, ranks: int) -> str:
-    """What to say if this machine has not `needed` bytes free for each of its ranks; "" if it has. ranks: in all."""
+    """The end of a message if this machine has less than `needed` bytes free for each of its ranks, else "". ranks:
+    total number of ranks."""
     local = local_ranks(ranks)
     free = psutil.virtual_memory().available // local
     if needed <= free:
@@ -135,7 +140,8 @@ def host_shortage(needed: int, ranks: int) -> str:
 
 
 def capacity(storage: torch.device, local_ranks: int, assumed: Accelerator | None = None) -> int:
-    """Bytes available to a rank for its shards: on its accelerator, or its part of the host's memory."""
+    """Bytes available to a rank for its shards: of its accelerator, or its part of the host's memory. assumed: an
+    accelerator to simulate."""
     if storage.type == "cuda" and assumed is not None:
         return assumed.memory
     if storage.type == "cuda":
@@ -147,39 +153,40 @@ def capacity(storage: torch.device, local_ranks: int, assumed: Accelerator | Non
 
 
 def local_ranks(world: int) -> int:
-    """Number of ranks on this machine, which share its memory."""
+    """Number of ranks on this machine. world: total number of ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def check_fits(needs: MemoryNeeds, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> None:
-    """Raise UserError, with three keys that help, if a rank cannot hold its shards even without activations."""
+    """Raise UserError, with up to three remedies, if a rank's shards do not fit even without activations. room: bytes
+    available to a rank."""
     if needs.resident <= room:
         return
     raise UserError(
-        f"the model does not fit: {needs}, but a rank has {byte_count(room)} of memory, and activations come on top. "
-        f"What helps: {'; '.join(_remedies(mesh, fsdp, optimizer)[:3])}."
+        f"the model does not fit: {needs}, without activations, but a rank has {byte_count(room)} of memory. "
+        f"Set one of: {'; '.join(_remedies(mesh, fsdp, optimizer)[:3])}."
     )
 
 
 def check_draws(elements: int, room: int) -> None:
-    """Raise UserError if a rank has too little host memory to draw all initial weights in fp32."""
+    """Raise UserError if a rank has too little host memory to draw all initial weights in fp32. elements: of the
+    model. room: bytes available to a rank."""
     drawn = elements * torch.float32.itemsize
     if drawn > room:
         raise UserError(
-            f"model.init=random: each rank draws the whole model, {byte_count(drawn)}, and has {byte_count(room)} of "
-            "this machine's memory. What helps: fewer ranks on a machine; weights that are drawn once and saved by "
-            "transformers, as model.path; a smaller model."
+            f"model.init=random: each rank draws all weights of the model, {byte_count(drawn)}, but has "
+            f"{byte_count(room)} of this machine's memory. Start fewer ranks per machine, use a smaller model, or "
+            "initialise the weights once with transformers, save them, and set model.path to them."
         )
 
 
 def hint(needs: MemoryNeeds, room: int, mesh: Mesh) -> str | None:
-    """Advice if one accelerator could hold the whole model with ease, so that sharding only costs speed; else None."""
+    """Advice if the full model easily fits into one accelerator, so that sharding only costs speed. Else None."""
     if mesh.shards == 1 or needs.unsharded > SMALL * room:
         return None
     return (
-        f"the whole model takes {byte_count(needs.unsharded)} of {byte_count(room)} on each device: with "
-        f"mesh.dp_replicate={mesh.loss_ranks // mesh.cp_size} mesh.dp_shard=1 nothing needs to be gathered, which is "
-        "faster"
+        f"the full model takes {byte_count(needs.unsharded)} of {byte_count(room)} on each device: "
+        f"mesh.dp_replicate={mesh.loss_ranks // mesh.cp_size} mesh.dp_shard=1 is faster, because it gathers no weights"
     )
 
 
@@ -201,7 +208,7 @@ def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[
 
 
 def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
-    """Upper bound of a KV cache's bytes per token: keys and values of all layers."""
+    """Upper bound on the bytes per token of a KV cache: keys and values of all layers. itemsize: bytes per element."""
     widths = 0.0
     for layer in hf.layer_configs(config):
         heads = layer.num_attention_heads
@@ -211,7 +218,7 @@ def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
 
 
 def _elements_on_rank(parameters: Iterable[nn.Parameter]) -> int:
-    """Elements on the rank that holds most of them: shards are rounded up to whole rows."""
+    """The largest number of elements on a rank. (FSDP pads shards to equal numbers of rows.)"""
     return sum(math.prod(_largest_shard(parameter)) for parameter in parameters)
 
 
@@ -225,10 +232,11 @@ def _largest_shard(parameter: nn.Parameter) -> list[int]:
 
 
 def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int, compute: int) -> int:
-    """Bytes of gathered parameters. Integers, the bytes of quantised weights, keep their dtype."""
+    """Bytes of parameters that are gathered at the same time. compute: bytes of an element in the compute dtype.
+    Integer tensors, the codes of quantised weights, keep their dtype."""
 
     def elements(parameters: Iterable[nn.Parameter]) -> int:
-        sharded = (p for p in parameters if isinstance(p, DTensor))  # FSDP leaves others as they are
+        sharded = (p for p in parameters if isinstance(p, DTensor))  # FSDP does not gather plain tensors
         return sum(p.numel() * (compute if p.is_floating_point() else p.element_size()) for p in sharded)
 
     owned = [(elements(local), unit.keep) for unit, local in zip(units, parameters_by_unit(units), strict=True)]
@@ -237,16 +245,16 @@ def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard
 
 
 def gathered_elements(units: Iterable[tuple[int, bool]], reshard: bool | int) -> int:
-    """Elements that are gathered at the same time: units that stay gathered, and the two largest of the others, because
-    the next unit is gathered while one runs.
+    """Number of elements that are gathered at the same time: all units that stay gathered, and the two largest other
+    units, because FSDP gathers the next unit while one runs.
 
-    units: (elements, whether they stay gathered) of each unit, with the root. reshard: fsdp.reshard_after_forward; a
-    number n keeps 1/n of the remaining units.
+    units: (elements, whether it stays gathered) of each unit and of the root. reshard: fsdp.reshard_after_forward. A
+    number n keeps 1/n of the other units.
     """
     units = list(units)
-    stays = sum(count for count, keep in units if keep)
-    rest_sorted = sorted((count for count, keep in units if not keep), reverse=True)
+    staying = sum(count for count, keep in units if keep)
+    resharded = sorted((count for count, keep in units if not keep), reverse=True)
     if reshard is False:
-        return stays + sum(rest_sorted)
-    part = 0 if reshard is True else sum(rest_sorted[2:]) // reshard
-    return stays + sum(rest_sorted[:2]) + part
+        return staying + sum(resharded)
+    partial = 0 if reshard is True else sum(resharded[2:]) // reshard
+    return staying + sum(resharded[:2]) + partial

@@ -1,10 +1,9 @@
 """The device mesh: which ranks share parameters, documents, heads or experts.
 
-One root mesh has the axes pp, dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group comes from
-it by selecting axes, flattening several into one, or splitting one (ep is a part of dp_shard x cp). All but `root` and
-`world` lie within one stage of pp. This uses DeviceMesh's `_flatten`, `_unflatten` and `_concatenate` of torch 2.11 to
-2.15, which are not public yet.
-"""
+One root mesh has the axes pp, dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is derived
+from it by selecting axes, flattening several axes into one, or splitting an axis (ep is a part of dp_shard x cp). All
+meshes but `root` and `world` are within one stage of pp. This file uses the private methods `_flatten`, `_unflatten`
+and `_concatenate` of DeviceMesh, as in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TPAxis:
-    """This rank on mesh.tp. ranks: all along the axis. neighbours: size -> the group of so many neighbouring ranks that
-    includes this one."""
+    """This rank's position on mesh.tp. ranks: all ranks of the axis. neighbours: size -> the group of `size`
+    neighbouring ranks that contains this rank."""
 
     rank: int
     size: int
@@ -40,8 +39,8 @@ class TPAxis:
 
 @dataclass(frozen=True)
 class EPAxis:
-    """This rank on mesh.ep. ranks: all along the axis, which hold different experts. with_tp: the ranks of ep and tp
-    together; None without tp."""
+    """This rank's position on mesh.ep. ranks: all ranks of the axis, which hold different experts. with_tp: the ranks
+    of ep and tp together; None without tp."""
 
     rank: int
     size: int
@@ -50,11 +49,13 @@ class EPAxis:
 
 
 class P2PChannel(NamedTuple):
-    """Messages between stages that share a process group: hidden states (onward) or their gradients, to a later rank or
-    an earlier one, from ranks with an odd index or an even one.
+    """The key of a process group for messages between stages.
 
-    NCCL runs sends and receives of one group in the order in which a rank posts them. So no rank sends and receives on
-    one channel: a send would wait until a message that was requested before it has arrived.
+    onward: hidden states, else their gradients. later: to a later rank, else to an earlier rank. odd: from ranks with
+    an odd index, else from ranks with an even index.
+
+    NCCL runs sends and receives of one group in the order in which a rank posts them. So a rank must not send and
+    receive on the same channel: a send would wait for the arrival of every message requested before it.
     """
 
     onward: bool
@@ -63,14 +64,15 @@ class P2PChannel(NamedTuple):
 
     @classmethod
     def between(cls, onward: bool, source: int, target: int) -> P2PChannel:
-        """The channel from one rank to a neighbour in the order of stages (the last and the first rank included)."""
+        """The channel from rank `source` to its neighbour `target` in the order of stages. The last and the first rank
+        are also neighbours."""
         return cls(onward, source < target, source % 2 == 1)
 
 
 @dataclass(frozen=True)
 class PPAxis:
-    """This rank on mesh.pp, whose ranks have the same documents. group: for collectives. channels: groups of the same
-    ranks for messages between two of them."""
+    """This rank's position on mesh.pp. Its ranks have the same documents. group: for collectives. channels: groups of
+    the same ranks, for messages between two ranks."""
 
     rank: int
     size: int
@@ -78,13 +80,13 @@ class PPAxis:
     channels: Mapping[P2PChannel, dist.ProcessGroup]
 
     def all_gather(self, value: T) -> list[T]:
-        """Each rank's value; collective."""
+        """The values of all ranks. Collective."""
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, source: int, value: T) -> T:
-        """The value of the rank at `source`, on all ranks; in a simulation this rank's. Collective."""
+        """The value of rank `source`, on all ranks. In a simulation, this rank's value. Collective."""
         if is_simulated():
             return value
         values = [value]
@@ -94,10 +96,12 @@ class PPAxis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The meshes of a run. root: all ranks by all axes. world: all ranks on one axis. dp: the mesh for fully_shard,
-    (dp_replicate, dp_shard x cp) or dp_shard x cp alone. loss: all ranks of a stage with different documents, or parts
-    of documents. tp: ranks with the same documents; None for one. pp: None for one stage. ep: None for one rank; its
-    ranks are neighbours in dp_shard x cp. experts: like dp, for the ranks that hold the same experts."""
+    """The meshes of a run.
+
+    root: all ranks, with all axes of more than one rank. world: all ranks on one axis. dp: the mesh for fully_shard,
+    (dp_replicate, dp_shard x cp), or (dp_shard x cp) without replicas. loss: all ranks of a stage with different
+    documents, or different parts of documents. tp: None for one rank. pp: None for one stage. ep: None for one rank;
+    its ranks are neighbours in dp_shard x cp. experts: like dp, for the ranks that hold the same experts."""
 
     dp_replicate: int
     dp_shard: int
@@ -113,12 +117,12 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Ranks over which parameters, gradients and optimizer state are sharded."""
+        """Number of ranks over which parameters, gradients and optimizer state are sharded."""
         return self.dp_shard * self.cp_size
 
     @property
     def shard_axis(self) -> str:
-        """The name of the axis of `dp` over which these are sharded."""
+        """The name of the axis of `dp` over which parameters are sharded."""
         names = self.dp.mesh_dim_names
         assert names is not None
         return names[-1]
@@ -130,7 +134,7 @@ class Mesh:
 
     @property
     def loss_rank(self) -> int:
-        """This rank's index among them."""
+        """This rank's index among `loss_ranks`."""
         return self.loss.get_local_rank()
 
     @property
@@ -139,19 +143,20 @@ class Mesh:
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks, for what concerns processes rather than documents: failures, memory, stops."""
+        """All ranks, for communication about processes instead of documents: failures, memory, stops."""
         return self.world.get_group()
 
     def sharded_over(self, size: int) -> DeviceMesh:
-        """A mesh of these ranks, sharded over groups of `size` (a divisor of `shards`), replicated across them."""
+        """A mesh of the ranks of `loss` that shards over groups of `size` ranks and replicates across the groups. size:
+        a divisor of `shards`."""
         if size == self.shards:
             return self.dp
-        # New names, because for a name that the root has, too, `get_group` would return the root's group.
+        # The names must differ from the root's, because `get_group` returns the root's group for a name of the root.
         return self.loss._unflatten(0, (self.loss_ranks // size, size), ("copies", "shards"))
 
     @property
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """Every group of several ranks over which tensors are reduced, by its name for people."""
+        """Name for messages -> group, for every group of several ranks over which tensors are reduced."""
         names: dict[dist.ProcessGroup, str] = {}
         for mesh in (self.root, self.loss, self.dp, self.experts):
             for axis in () if mesh is None else mesh.mesh_dim_names or ():
@@ -177,13 +182,14 @@ class Mesh:
 
     @property
     def stage_rank(self) -> tuple[int, int]:
-        """(this rank, number of ranks) among the ranks of its stage. pp is the outermost axis."""
+        """(this rank's index in its stage, number of ranks of the stage)."""
         size = self.world.size() // self.pp_size
         return self.world.get_local_rank() % size, size
 
     @property
     def model_parallel_rank(self) -> tuple[int, int]:
-        """(this rank, number of ranks) among the ranks with the same documents: all stages, and all of tp."""
+        """(this rank's index, number of ranks) among the ranks with the same documents: all stages x all ranks of
+        tp."""
         rank = 0 if self.tp is None else self.tp.rank
         if self.pp is not None:
             rank += self.pp.rank * self.tp_size
@@ -195,14 +201,14 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of this mesh: dp_replicate and dp_shard always, the others where they have several ranks."""
+        """Axis -> size, for dp_replicate, dp_shard, and every other axis of several ranks."""
         return self.sizes.named
 
 
 def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
-    """The meshes over all ranks, whose number must be sizes.world (config/mesh.py has checked that)."""
+    """Build the meshes over all ranks. Their number must be sizes.world, as config/mesh.py has checked. Collective."""
     assert sizes.world == dist.get_world_size(world_group())
-    # Axes of one rank are left out, because each would cost a group; FSDP2 needs dp_shard.
+    # Axes of one rank are omitted, because each would create a process group. FSDP2 always needs dp_shard.
     named = {axis: size for axis, size in zip(AXES, sizes.all, strict=True) if size > 1 or axis == "dp_shard"}
     root = init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
     fsdp = _flatten_axes(root, ("dp_shard", "cp"), "dp_shard x cp")
@@ -215,23 +221,23 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
 
 
 def _flatten_axes(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
-    """The axes that the root has, as one: a single axis unchanged, several flattened under `name`."""
+    """The mesh of those `axes` that the root has: a single axis unchanged, several axes flattened under `name`."""
     present = tuple(axis for axis in root.mesh_dim_names or () if axis in axes)
     return root[present] if len(present) == 1 else root[present]._flatten(name)
 
 
 def _with_experts(mesh: Mesh, sizes: MeshSizes) -> Mesh:
-    """Add ep. Its ranks are neighbours, so that tokens stay within a host if possible."""
+    """Add ep to the mesh. Its ranks are neighbours, so that tokens stay within a host if possible."""
     ep, shards = sizes.ep, sizes.shards // sizes.ep
-    parts = mesh.loss._unflatten(0, (sizes.dp_replicate, shards, ep), ("expert_copies", "expert_shards", "ep"))
-    same = parts["expert_copies", "expert_shards"] if sizes.dp_replicate > 1 else parts["expert_shards"]
+    split = mesh.loss._unflatten(0, (sizes.dp_replicate, shards, ep), ("expert_copies", "expert_shards", "ep"))
+    experts = split["expert_copies", "expert_shards"] if sizes.dp_replicate > 1 else split["expert_shards"]
     with_tp = None
     if sizes.tp > 1:
         size = ep * sizes.tp
         pairs = mesh.world._unflatten(0, (sizes.world // size, size), ("other", "ep x tp"))
         with_tp = GroupCommunicator(pairs.get_group("ep x tp"))
-    axis = EPAxis(parts.get_local_rank("ep"), ep, GroupCommunicator(parts.get_group("ep")), with_tp)
-    return replace(mesh, ep=axis, experts=same)
+    axis = EPAxis(split.get_local_rank("ep"), ep, GroupCommunicator(split.get_group("ep")), with_tp)
+    return replace(mesh, ep=axis, experts=experts)
 
 
 def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PPAxis | None:
@@ -239,14 +245,15 @@ def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PPAxis | None:
         return None
     rank_lists = torch.arange(sizes.world).reshape(sizes.pp, -1).T.tolist()
     pairs = [(a, b) for a in range(sizes.pp) for b in range(sizes.pp) if abs(a - b) in (1, sizes.pp - 1)]
-    # In the same order on all ranks, because making a group is collective.
+    # dict.fromkeys keeps the order, which must be equal on all ranks, because creating a group is collective.
     channel_keys = dict.fromkeys(P2PChannel.between(onward, *pair) for onward in (True, False) for pair in pairs)
     channels = {channel: dist.new_subgroups_by_enumeration(rank_lists)[0] for channel in channel_keys}
     return PPAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), channels)
 
 
 def stage_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """All ranks of this rank's stage; None for one rank. Collective with several stages, whose groups it makes."""
+    """The group of all ranks of this rank's stage; None for one rank. With several stages this is collective over all
+    ranks, because it creates groups."""
     size = mesh.stage_rank[1]
     if size == 1 or mesh.pp is None:
         return None if size == 1 else mesh.world_group
@@ -267,7 +274,8 @@ def _tp_axis(root: DeviceMesh) -> TPAxis | None:
 
 
 def cp_axis(mesh: Mesh, ulysses: int) -> CPAxis | None:
-    """The ranks of cp; None for one. ulysses: number of ranks that exchange heads for tokens, a divisor of cp."""
+    """This rank's position on mesh.cp; None for one rank. ulysses: number of ranks that exchange heads for tokens, a
+    divisor of cp. Creates groups, so it is collective over all ranks."""
     if mesh.cp_size == 1:
         return None
     ring, cp = mesh.cp_size // ulysses, mesh.root["cp"]
@@ -276,8 +284,8 @@ def cp_axis(mesh: Mesh, ulysses: int) -> CPAxis | None:
         return CPAxis(rank, ring, ulysses, ranks, ranks, None)
     if ring == 1:
         return CPAxis(rank, ring, ulysses, ranks, None, ranks)
-    parts = cp._unflatten(0, (ring, ulysses), ("ring", "ulysses"))
-    over_ring, over_ulysses = (GroupCommunicator(parts.get_group(name)) for name in ("ring", "ulysses"))
+    split = cp._unflatten(0, (ring, ulysses), ("ring", "ulysses"))
+    over_ring, over_ulysses = (GroupCommunicator(split.get_group(name)) for name in ("ring", "ulysses"))
     return CPAxis(rank, ring, ulysses, ranks, over_ring, over_ulysses)
 
 
@@ -287,7 +295,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor, cut: AnyShardSpec | None = None) -> Tensor:
-    """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp and ep divide it."""
+    """The full tensor of a shard, detached. cut: how tp and ep shard it. Collective for a DTensor, and with `cut`."""
     detached = tensor.detach()
-    part = detached.full_tensor() if isinstance(detached, DTensor) else detached
-    return part if cut is None else cut.join(part)
+    without_fsdp = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    return without_fsdp if cut is None else cut.join(without_fsdp)

@@ -1,4 +1,4 @@
-"""From a plain model to one that is sharded over the mesh. Read top to bottom; the order matters."""
+"""Shards a plain model over the mesh, in numbered steps. The order of the steps matters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from weft.parallel.units import Unit, find_units
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype contract: dtypes of masters, compute and reduction. frozen: of parameters that are not trained."""
+    """The dtypes of a run. master: of trained parameters and gradients. compute: of forward and backward. reduce: of
+    gradient reductions. frozen: of frozen parameters."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -37,31 +38,32 @@ class Precision:
 
     @staticmethod
     def from_config(config: FsdpConfig, device: torch.device, *, adapters: bool = False) -> Precision:
-        """adapters: the base is frozen under them, so it is stored in the compute dtype."""
+        """adapters: whether adapters are trained. Their frozen base is then stored in the compute dtype."""
         auto = torch.float32 if device.type == "cpu" else torch.bfloat16
         compute = auto if config.param_dtype == "auto" else DTYPES[config.param_dtype]
         master = DTYPES[config.master_dtype]
         return Precision(master, compute, DTYPES[config.reduce_dtype], frozen=compute if adapters else master)
 
     def remark(self) -> str:
-        """What a pair of dtypes costs without giving anything; "" for the usual ones: fp32 masters, or one dtype."""
+        """A warning if master and compute dtype combine the disadvantages of both. "" for fp32 masters or equal
+        dtypes."""
         master, compute = (str(dtype).removeprefix("torch.") for dtype in (self.master, self.compute))
         if self.master in (torch.float32, self.compute):
             return ""
         if self.compute == torch.float32:
             return (
-                f"compute in {compute} over {master} masters costs the time and memory of {compute}, and weights have "
-                f"the precision of {master}: fsdp.master_dtype=fp32, or fsdp.param_dtype=bf16"
+                f"computing in {compute} with {master} master weights takes the time and memory of {compute}, but "
+                f"weights have the precision of {master}: set fsdp.master_dtype=fp32 or fsdp.param_dtype=bf16"
             )
         return (
-            f"compute in {compute} over {master} masters has the range of {compute} and the precision of {master}, the "
-            "worse of each: fsdp.master_dtype=fp32, or fsdp.param_dtype=bf16"
+            f"computing in {compute} with {master} master weights has the range of {compute} and the precision of "
+            f"{master}, the worse of each: set fsdp.master_dtype=fp32 or fsdp.param_dtype=bf16"
         )
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How mesh.pp cuts the layers. costs: of each stage, in any unit."""
+    """How mesh.pp splits the layers. spans: layers of each stage. costs: cost of each stage, in any unit."""
 
     spans: tuple[Span, ...]
     placement: Placement
@@ -70,7 +72,7 @@ class StagePlan:
 
 
 def layers_of(stages: StagePlan, rank: int) -> list[int]:
-    """The layers of the rank at this place of mesh.pp."""
+    """The indices of the layers of a rank of mesh.pp."""
     return [layer for stage in stages.placement.stages_of(rank) for layer in range(*stages.spans[stage])]
 
 
@@ -89,28 +91,29 @@ def parallelize(
     fused_norms: bool = False,
     base: BaseFormat | None = None,
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
-    """Shard the model in place. Returns its FSDP units, the division by tp and ep, and the stages of pp.
+    """Shard the model in place. Returns its FSDP units, how tp and ep shard it, and the stages of pp (None for one).
 
-    sequence: with tp, also divide tokens between blocks. stages: None for one. activations: what layers
-    store for backward. fused_norms: use torch's fused RMSNorm.
-    base: how the frozen weights under adapters are stored; None: in the compute dtype.
+    sequence: with tp, also shard tokens between blocks. stages: None for one stage. activations: what layers store for
+    backward. fused_norms: use torch's fused RMSNorm. base: storage format of the frozen weights under adapters; None
+    for the compute dtype. Raises UserError if a parameter cannot be sharded over these axes.
     """
-    # 0. tp and ep: parameters are divided before anything else reads them.
+    # 0. tp and ep shard parameters, before any other step reads their shapes.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
     divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
 
-    # 1. Transforms: how modules compute. Before FSDP2 hooks layers, so that its hooks stay outside of compiled graphs.
+    # 1. Transforms change how modules compute. They come before FSDP2, so that its hooks are outside compiled graphs.
     for transform in chosen_transforms(model, activations, fused_norms=fused_norms):
         transform.apply(module)
 
-    # 2. Storage: one dtype for the masters, one for the frozen base of adapters; buffers keep theirs, because tables
-    #    and router biases must stay fp32.
+    # 2. Storage: trained parameters get the master dtype, frozen parameters their own. Buffers keep their dtype,
+    # because
+    #    rotary tables and router biases must stay fp32.
     for parameter in module.parameters():
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
     quantised = {} if base is None else plan_quantised(module, divided.cuts, base)
 
-    # 3. Layers: a rank of pp keeps its own, after all steps that need the whole model.
+    # 3. Layers: a rank of pp keeps the layers of its stages. All steps that need the full model come before.
     pipeline = None
     if stages is not None:
         assert mesh.pp is not None
@@ -124,23 +127,24 @@ def parallelize(
     if base is not None:
         quantise_base(module, quantised, divided.cuts, base)
 
-    # 4. Data axes: FSDP2 or HSDP over the parameters that the other axes left to this rank.
+    # 4. Data axes: FSDP2 or HSDP shards the remaining parameters.
     wrap = () if is_one_unit(module, mesh, fsdp, precision.compute, device) else fsdp.wrap
     units = find_units(module, wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*find_experts(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
-    # 5. Buffers are not FSDP's: move them to where the compute is.
+    # 5. FSDP does not move buffers: they go to the device that computes.
     move_buffers(module, device)
     return units, divided, pipeline
 
 
-# Qwen3-0.6B on an H200, 256 tokens a step: 232 ms with 28 units, 151 ms as one, with 1.7 GiB more; torch 2.11.
+# Measured with Qwen3-0.6B on an H200, 256 tokens per step, torch 2.11: 232 ms with 28 units; 151 ms and 1.7 GiB more
+# memory with one unit.
 _ONE_UNIT_BYTES = 2**31
 
 
 def is_one_unit(module: nn.Module, mesh: Mesh, config: FsdpConfig, compute: torch.dtype, device: torch.device) -> bool:
-    """Whether fsdp.wrap=auto leaves the whole model to the root: a small one on a single CUDA device, where a unit
-    communicates nothing, but costs the host's time."""
+    """Whether fsdp.wrap=auto makes the full model one unit: a small model on a single CUDA device. There units save no
+    communication, but each costs time of the host."""
     if config.wrap != "auto" or config.overrides or config.cpu_offload:
         return False
     gathered = [p for p in module.parameters() if p.requires_grad or (p.is_floating_point() and p.dtype != compute)]
@@ -149,24 +153,24 @@ def is_one_unit(module: nn.Module, mesh: Mesh, config: FsdpConfig, compute: torc
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate the shards of a module that was sharded on meta, uninitialised.
+    """Allocate uninitialised shards for a module that was sharded on meta.
 
     Tensors are swapped in place, because FSDP2 and tied modules refer to them by identity.
     """
-    # Not by Module.to_empty: torch (2.13) swaps no tensor that has a weak reference, and in a simulation plain tensors
-    # that an operation has read, or made, have one. There, modules get other parameters.
-    new: dict[nn.Parameter, nn.Parameter] = {}
+    # Not with Module.to_empty: torch (2.13) refuses to swap a tensor that has weak references. In a simulation, plain
+    # tensors have weak references once an operation has read or returned them. There, modules get new parameters.
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in module.parameters():
-        new[parameter] = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
-    simulated = {old for old, empty in new.items() if isinstance(empty.data, FakeTensor)}
+        allocated[parameter] = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
+    simulated = {parameter for parameter, empty in allocated.items() if isinstance(empty.data, FakeTensor)}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter in simulated:
-                owner._parameters[name] = new[parameter]
+                owner._parameters[name] = allocated[parameter]
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = _empty(buffer, device)
-    for parameter in new.keys() - simulated:
-        torch.utils.swap_tensors(parameter, new[parameter])
+    for parameter in allocated.keys() - simulated:
+        torch.utils.swap_tensors(parameter, allocated[parameter])
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
@@ -176,6 +180,7 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move all buffers that are not on meta to `device`, in place."""
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if buffer.device.type != "meta":

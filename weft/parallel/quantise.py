@@ -1,14 +1,14 @@
-"""Quantised bases (lora.base) over a mesh: which bytes a rank holds, and how files fill them.
+"""Quantised bases (lora.base) over a mesh: which bytes a rank holds, and how they are loaded from files.
 
-Blocks lie along the whole weight, so that the bytes do not depend on the mesh. tp and ep may cut a weight whose scales
-are sharded (nf4, mxfp4) only between blocks, and FSDP2 cuts rows. The largest magnitudes of all blocks of a weight are
-gathered once, while it is loaded. Weights that the files hold in the format of `lora.base` keep their bytes.
-"""
+Blocks are counted from the first element of the full weight, so the bytes do not depend on the mesh. tp and ep can
+split a weight with sharded scales (nf4, mxfp4) only between blocks. FSDP2 splits rows. While a weight is loaded, ranks
+all-reduce the largest magnitudes of its blocks once. Weights that files store in the format of `lora.base` keep their
+bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +42,13 @@ from weft.parallel.shards.load import LoadPlan, fill_box
 from weft.parallel.shards.quantised_files import Bnb4Bits, Decoder
 from weft.terminal import counted
 
-_SLAB = 1 << 22  # elements that are quantised at once, in fp32
+_SLAB = 1 << 22  # elements that are quantised together, in fp32
 
 
 @dataclass(frozen=True)
 class BaseFormat:
-    """How lora.base stores the frozen weights. stored: weights that the files hold in this format; if there are any, no
-    other is quantised. kept: of these, those whose bytes are kept as they are."""
+    """How lora.base stores the frozen weights. stored: names of weights that the files store in this format; if there
+    are any, no other weight is quantised. kept: the names in `stored` whose bytes are loaded unchanged."""
 
     form: Format
     stored: frozenset[str] = frozenset()
@@ -56,41 +56,39 @@ class BaseFormat:
 
 
 def base_format(name: str, load: LoadPlan | None) -> BaseFormat:
-    """The format of lora.base. load: None if no file is read. Raises UserError if only files could hold the format, and
-    these do not."""
+    """The format of lora.base. load: None if no file is read. Raises UserError for mxfp4 if the files store no weight
+    in it, because weft cannot quantise to mxfp4."""
     form = FORMATS[name]
     stored: dict[str, list[tuple[TensorMapping, Decoder]]] = {}
     decoders_of = {} if load is None else load.source.decoders
     for weight, fills in ({} if load is None else load.fills).items():
         decoders = [(mapping, decoders_of.get(file)) for mapping, file in fills]
-        same = [(m, d) for m, d in decoders if d is not None and d.form is not None and d.form.name == name]
-        if len(same) == len(decoders):
-            stored[weight] = same
+        in_format = [(m, d) for m, d in decoders if d is not None and d.form is not None and d.form.name == name]
+        if len(in_format) == len(decoders):
+            stored[weight] = in_format
     if form is MXFP4 and not stored and load is not None:
         raise UserError(
-            "lora.base=mxfp4 keeps weights that the files hold in MXFP4, and model.path holds none: set lora.base to "
-            "nf4, int8, fp8 or compute."
+            "lora.base=mxfp4 needs files with weights in MXFP4, and model.path has none. Set lora.base to nf4, int8, "
+            "fp8 or compute."
         )
     forms = [decoder.form for pairs in stored.values() for _, decoder in pairs]
     if forms and forms[0] is not None:
-        form = forms[0]  # fp8 in blocks of the files' size
-    kept = {weight for weight, pairs in stored.items() if _keeps(form, pairs, _whole_shape(m for m, _ in pairs))}
+        form = forms[0]  # fp8 files may have another block size
+    kept = {weight for weight, pairs in stored.items() if _has_equal_blocks(form, pairs)}
     return BaseFormat(form, frozenset(stored), frozenset(kept))
 
 
-def _whole_shape(mappings: Iterable[TensorMapping]) -> tuple[int, ...]:
-    return tuple(max(ends) for ends in zip(*(mapping.box.end for mapping in mappings), strict=True))
-
-
-def _keeps(form: Format, pairs: Sequence[tuple[TensorMapping, Decoder]], shape: tuple[int, ...]) -> bool:
-    """Whether blocks of the files are blocks of the weight."""
+def _has_equal_blocks(form: Format, pairs: Sequence[tuple[TensorMapping, Decoder]]) -> bool:
+    """Whether the blocks in the files are blocks of the weight, so that bytes can be loaded unchanged. pairs: the
+    tensors in files that make up the weight."""
+    shape = tuple(max(ends) for ends in zip(*(mapping.box.end for mapping, _ in pairs), strict=True))
     for mapping, decoder in pairs:
-        last, box = len(shape) - 1, mapping.box
-        if decoder.form != form or mapping.dims[-2:] != (last - 1, last):
+        columns_dim, box = len(shape) - 1, mapping.box
+        if decoder.form != form or mapping.dims[-2:] != (columns_dim - 1, columns_dim):
             return False
         if form.sharded and (len(pairs) > 1 or mapping.dims != tuple(range(len(shape)))):
             return False
-        for dim, block in zip((last - 1, last), form.block, strict=True):
+        for dim, block in zip((columns_dim - 1, columns_dim), form.block, strict=True):
             size = block or shape[dim]
             if box.start[dim] % size or (box.end[dim] % size and box.end[dim] != shape[dim]):
                 return False
@@ -100,10 +98,12 @@ def _keeps(form: Format, pairs: Sequence[tuple[TensorMapping, Decoder]], shape: 
 def quantisable(
     module: TrainModule, whole_shapes: Mapping[str, tuple[int, ...]], base: BaseFormat
 ) -> dict[str, tuple[nn.Module, str]]:
-    """Name -> (module, name in it) of every frozen weight that the format can store: of linear layers of the decoder,
-    and of fused experts. Routers, embeddings, heads, norms and mixers with state stay as they are, and so do weights
-    that do not divide into blocks of sharded scales. whole_shapes: name -> whole shape, of weights that tp and ep have
-    divided."""
+    """Name -> (module, attribute) of every frozen weight that the format can store.
+
+    These are weights of linear layers of the decoder, and of fused experts. Routers, embeddings, heads, norms and
+    mixers with state are not quantised. With sharded scales, a weight that does not divide into blocks is not
+    quantised either. whole_shapes: name -> full shape, for weights that tp or ep has sharded.
+    """
     owners: dict[str, tuple[nn.Module, str]] = {}
     for name, layer in linear_layers(module):
         if not hf.is_transposed(layer) and not name.startswith(tuple(f"{mixer}." for mixer in module.mixers)):
@@ -124,57 +124,57 @@ def quantisable(
 
 
 def _divides(form: Format, shape: Sequence[int]) -> bool:
-    """Whether a box of this size, or that begins here, divides into blocks of sharded scales."""
+    """Whether the last two numbers of a size, or of a start index, are multiples of the blocks of sharded scales."""
     units = _units(form)
     return not (shape[-2] % units[0] or shape[-1] % units[1])
 
 
 def _units(form: Format) -> tuple[int, int]:
-    """Rows and columns between which a mesh may cut a weight."""
+    """(rows, columns): a mesh can split a weight only at multiples of these."""
     return (form.block[0], max(form.block[1], form.per_byte)) if form.sharded else (1, 1)
 
 
 def describe(module: TrainModule, elements: int) -> str:
-    """For the opening lines of a run. elements: of all parameters."""
+    """Text about the quantised base, for the first lines of a run. elements: number of elements of all parameters."""
     shapes, form = module.quantised_shapes, module.quantised_form
     assert form is not None
     stored = sum(math.prod(shape) for shape in shapes.values())
     size = sum(math.prod(shape) * form.bytes(shape) for shape in shapes.values()) / stored
     kept = len(module.kept_as_stored)
-    origin = f", {'all' if kept == len(shapes) else kept} as the files hold them" if kept else ""
+    origin = f", {'all' if kept == len(shapes) else kept} with the bytes of the files" if kept else ""
     return (
         f"base in {form.title} (not exact): {counted(len(shapes), 'weight')} of the decoder{origin}, "
-        f"{stored / elements:.0%} of all parameters, at {size:.3f} bytes each; routers, embeddings, heads and norms "
-        "stay as they are"
+        f"{stored / elements:.0%} of all parameters, {size:.3f} bytes each; routers, embeddings, heads and norms "
+        "are not quantised"
     )
 
 
 def plan_quantised(module: TrainModule, cuts: ShardSpecs, base: BaseFormat) -> dict[str, tuple[int, ...]]:
-    """Name -> whole shape of every weight that will be quantised, of all stages. Raises UserError if there is none, or
-    if tp cuts one inside a block whose scale is sharded."""
+    """Name -> full shape of every weight that will be quantised, of all stages. Raises UserError if there is none, or
+    if tp splits one inside a block whose scale is sharded."""
     shapes: dict[str, tuple[int, ...]] = {}
     form, units = base.form, _units(base.form)
-    # A rank's part decides nothing: whether a weight is quantised must not depend on the mesh.
+    # Decided from full shapes, not from a rank's shards: the set of quantised weights must not depend on the mesh.
     whole_shapes = {name: spec.shape for name, spec in cuts.items()}
     for name, (owner, leaf) in quantisable(module, whole_shapes, base).items():
-        part = owner._parameters[leaf]
-        assert part is not None
+        local = owner._parameters[leaf]
+        assert local is not None
         spec = cuts.get(name)
-        shapes[name] = tuple(part.shape) if spec is None else spec.shape
-        for piece in _pieces(tuple(part.shape), spec):
+        shapes[name] = tuple(local.shape) if spec is None else spec.shape
+        for piece in _pieces(tuple(local.shape), spec):
             if _divides(form, piece.start) and _divides(form, piece.size):
                 continue
             dim, side = (-1, "inputs") if piece.start[-1] % units[1] or piece.size[-1] % units[1] else (-2, "rows")
             width, unit = shapes[name][dim], units[dim]
             sizes = [str(n) for n in range(1, width // unit + 1) if width % (n * unit) == 0]
             raise UserError(
-                f"lora.base={form.name}: mesh.tp would split the {width} {side} of {name} inside a block of {unit}: "
-                f"set mesh.tp to one of {', '.join(sizes)}, or lora.base=compute."
+                f"lora.base={form.name}: mesh.tp would split the {width} {side} of {name} inside a block of {unit}. "
+                f"Set mesh.tp to one of {', '.join(sizes)}, or lora.base=compute."
             )
     if not shapes:
         raise UserError(
-            f"lora.base={form.name} finds no frozen linear layer or experts in the decoder whose rows are multiples of "
-            f"{units[1]}: set lora.base=compute."
+            f"lora.base={form.name}: the decoder has no frozen linear layer or experts with rows of a multiple of "
+            f"{units[1]} elements. Set lora.base=compute."
         )
     return shapes
 
@@ -182,8 +182,8 @@ def plan_quantised(module: TrainModule, cuts: ShardSpecs, base: BaseFormat) -> d
 def quantise_base(
     module: TrainModule, shapes: Mapping[str, tuple[int, ...]], cuts: ShardSpecs, base: BaseFormat
 ) -> None:
-    """Replace the weights of these names, as far as this rank's stages have them, by bytes, uninitialised. Before FSDP2
-    shards the module."""
+    """Replace the weights of these names in this rank's stages by uninitialised codes and scales. Must run before FSDP2
+    shards the module. shapes: result of plan_quantised."""
     local_names = {name for name, _ in module.named_parameters()}
     module.quantised_shapes, module.quantised_form = {**shapes}, base.form
     module.kept_as_stored = base.kept & shapes.keys()
@@ -192,28 +192,28 @@ def quantise_base(
             module.quantised[name] = None
             continue
         owner, leaf = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        part = owner._parameters[leaf]
-        assert part is not None
+        local = owner._parameters[leaf]
+        assert local is not None
         if hf.is_fused_experts(owner):
             use_experts_forward(owner)
-        pieces = _pieces(tuple(part.shape), cuts.get(name))
+        pieces = _pieces(tuple(local.shape), cuts.get(name))
         module.quantised[name] = replace_weight(owner, leaf, base.form, whole_shape, pieces)
 
 
-def _pieces(part: tuple[int, ...], spec: AnyShardSpec | None) -> list[WeightPiece]:
-    box = Box.from_shape(part)
+def _pieces(local_shape: tuple[int, ...], spec: AnyShardSpec | None) -> list[WeightPiece]:
+    box = Box.from_shape(local_shape)
     if spec is None:
         return [WeightPiece(box.start, box.size, box.start)]
-    return [WeightPiece(whole.start, whole.size, local.start) for whole, local, _ in spec.boxes(box)]
+    return [WeightPiece(full.start, full.size, local.start) for full, local, _ in spec.boxes(box)]
 
 
 def _shard_boxes(weight: QuantisedWeight, spec: AnyShardSpec | None) -> list[tuple[Box, tuple[slice, ...]]]:
-    """(box of the whole weight that this rank's shard holds, where it is in the shard), in elements."""
+    """(box of the full weight that this rank holds, its slices in the shard), in elements."""
     shard, _ = local_box(weight.codes)
     times = weight.form.per_byte
     box = Box((*shard.start[:-1], times * shard.start[-1]), (*shard.size[:-1], times * shard.size[-1]))
-    pairs = [(box, box)] if spec is None else [(whole, local) for whole, local, _ in spec.boxes(box)]
-    return [(whole, local.within(box)) for whole, local in pairs if whole.numel]
+    pairs = [(box, box)] if spec is None else [(full, local) for full, local, _ in spec.boxes(box)]
+    return [(full, local.within(box)) for full, local in pairs if full.numel]
 
 
 @torch.no_grad()
@@ -225,16 +225,18 @@ def fill_quantised(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
-    """Quantise the base from its files, one weight after the other: a rank reads its own rows, rounds them to `dtype`,
-    and never has more of the base in that dtype than its shard of one weight. fp32 copies are of slabs of it.
-    Collective over all ranks, which agree on the scales. device: of the collectives."""
+    """Quantise the base from its files, weight by weight.
+
+    A rank reads its rows and rounds them to `dtype`. It never holds more of the base in `dtype` than its shard of one
+    weight, and never more than a slab in fp32. Collective over `group`, all ranks, which agree on the scales. device:
+    of the collectives."""
     for name, shape in module.quantised_shapes.items():
         flight.beat()
         weight, form = module.quantised[name], module.quantised_form
         assert form is not None
         if name in module.kept_as_stored:
             if weight is not None:
-                _keep(weight, plan, name, cuts.get(name))
+                _load_unchanged(weight, plan, name, cuts.get(name))
             continue
         largest = torch.zeros(form.grid(shape), device=device)  # of this rank's blocks, 0 elsewhere
         boxes = [] if weight is None else _shard_boxes(weight, cuts.get(name))
@@ -245,35 +247,35 @@ def fill_quantised(
             values_by_box.append(values.to(weight.codes.device))
             for slab in slabs(box, _SLAB):
                 in_grid = largest[slices_of_scales(form, slab.within(Box.from_shape(shape)))]
-                of_slab = low_bit.largest_of(form, values_by_box[-1][slab.within(box)], slab.start)
-                in_grid.copy_(torch.maximum(in_grid, of_slab.to(device)))
+                slab_largest = low_bit.largest_of(form, values_by_box[-1][slab.within(box)], slab.start)
+                in_grid.copy_(torch.maximum(in_grid, slab_largest.to(device)))
         join_scales(largest, group)
         if weight is None:
             continue
         scales, shared = low_bit.seal_scales(form, largest)
-        weight.shared = tuple(part.to(weight.codes.device) for part in shared)
+        weight.shared = tuple(tensor.to(weight.codes.device) for tensor in shared)
         for (box, slices), values in zip(boxes, values_by_box, strict=True):
             codes = local_values(weight.codes)[slices_of_codes(form, slices)]
             for slab in slabs(box, _SLAB):
-                part = slab.within(box)
-                codes[slices_of_codes(form, part)] = low_bit.quantise(form, values[part], slab.start, weight.shared)
+                in_box = slab.within(box)
+                codes[slices_of_codes(form, in_box)] = low_bit.quantise(form, values[in_box], slab.start, weight.shared)
             if scales is not None:
-                of_box = scales[slices_of_scales(form, box.within(Box.from_shape(shape)))]
-                local_values(weight.scales)[slices_of_scales(form, slices)] = of_box.to(weight.codes.device)
+                box_scales = scales[slices_of_scales(form, box.within(Box.from_shape(shape)))]
+                local_values(weight.scales)[slices_of_scales(form, slices)] = box_scales.to(weight.codes.device)
 
 
 def join_scales(largest: Tensor, group: dist.ProcessGroup) -> None:
-    """Complete the largest magnitudes of a weight's blocks by what other ranks have read; it is 0 where this rank has
-    read nothing. Several ranks may have parts of one block."""
+    """All-reduce the largest magnitudes of a weight's blocks, in place. largest: 0 for blocks of which this rank has
+    read nothing. Several ranks may have read parts of one block."""
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
 
 
-def _keep(weight: QuantisedWeight, plan: LoadPlan, name: str, spec: AnyShardSpec | None) -> None:
-    """Fill this rank's shard with the bytes of the files. What every rank has of the scales, each reads by itself."""
+def _load_unchanged(weight: QuantisedWeight, plan: LoadPlan, name: str, spec: AnyShardSpec | None) -> None:
+    """Fill this rank's shard with the bytes of the files. Every rank reads the unsharded scales from the files."""
     form, source, device = weight.form, plan.source, weight.codes.device
     pairs = [(mapping, source.decoders[file]) for mapping, file in plan.fills[name]]
     if isinstance(pairs[0][1], Bnb4Bits):
-        weight.shared = tuple(part.to(device) for part in pairs[0][1].groups(source))
+        weight.shared = tuple(tensor.to(device) for tensor in pairs[0][1].groups(source))
     elif form.sharded:
         weight.shared = ()
     else:
@@ -286,18 +288,18 @@ def _keep(weight: QuantisedWeight, plan: LoadPlan, name: str, spec: AnyShardSpec
     for box, slices in _shard_boxes(weight, spec):
         codes = local_values(weight.codes)[slices_of_codes(form, slices)]
         for mapping, decoder in pairs:
-            part = overlap(mapping.box, box)
-            if part is None:
+            common = overlap(mapping.box, box)
+            if common is None:
                 continue
-            stored = mapping.to_runtime(decoder.codes(source, mapping.disk_box(part)), part)
-            codes[slices_of_codes(form, part.within(box))] = stored.to(device)
+            stored = mapping.to_runtime(decoder.codes(source, mapping.disk_box(common)), common)
+            codes[slices_of_codes(form, common.within(box))] = stored.to(device)
             if weight.scales is not None:
                 scales = local_values(weight.scales)[slices_of_scales(form, slices)]
-                scales.copy_(decoder.scales(source, part).to(device))
+                scales.copy_(decoder.scales(source, common).to(device))
 
 
 def empty_scales(module: TrainModule) -> None:
-    """What fill_quantised sets, without values, for a simulation."""
+    """Set the tensors that fill_quantised would set, without values, for a simulation."""
     for weight in module.quantised.values():
         if weight is None:
             continue
@@ -306,12 +308,12 @@ def empty_scales(module: TrainModule) -> None:
 
 
 def stored_tensors(module: TrainModule, cuts: ShardSpecs) -> tuple[dict[str, Tensor], ShardSpecs]:
-    """(This rank's shards of the state dict, and of each quantised weight the parts that it is stored as (models/
-    quantised.py:parts_of); how tp and ep divide them)."""
+    """(name -> this rank's shard, name -> how tp and ep shard it), for the state dict. A quantised weight is
+    represented by the tensors in which it is stored (models/quantised.py:parts_of)."""
     tensors, specs = dict(module.state_dict(keep_vars=True)), dict(cuts)
     for name, weight in module.quantised.items():
         if weight is not None:
-            tensors |= {name + end: part for end, part in parts_of(weight).items()}
+            tensors |= {name + suffix: tensor for suffix, tensor in parts_of(weight).items()}
     form = module.quantised_form
     for name in module.quantised_shapes.keys() & cuts.keys():
         assert form is not None
@@ -323,12 +325,12 @@ def stored_tensors(module: TrainModule, cuts: ShardSpecs) -> tuple[dict[str, Ten
 
 
 class DequantisedTensors(Mapping[str, Tensor]):
-    """A state dict with each quantised weight under its own name, dequantised when it is read, in place of its
-    bytes. The last one is kept, for reads of its parts in turn."""
+    """A state dict in which each quantised weight has its original name, instead of the names of its bytes. Reading a
+    weight dequantises it. The last weight is cached, because callers read its parts one after the other."""
 
     def __init__(self, module: TrainModule, cuts: ShardSpecs, dtype: torch.dtype) -> None:
         self._module, self._cuts, self._dtype = module, cuts, dtype
-        self._last: dict[str, Tensor] = {}
+        self._cached: dict[str, Tensor] = {}
         state = module.state_dict(keep_vars=True)
         self._tensors = {name: tensor for name, tensor in state.items() if not is_bytes(module.quantised_shapes, name)}
         self._names = [*self._tensors, *(name for name, weight in module.quantised.items() if weight is not None)]
@@ -343,14 +345,14 @@ class DequantisedTensors(Mapping[str, Tensor]):
         weight = self._module.quantised.get(name)
         if weight is None:
             return self._tensors[name]
-        if name not in self._last:
-            self._last = {name: _dequantised_shard(weight, self._cuts.get(name), self._dtype)}
-        return self._last[name]
+        if name not in self._cached:
+            self._cached = {name: _dequantised_shard(weight, self._cuts.get(name), self._dtype)}
+        return self._cached[name]
 
 
 @torch.no_grad()
 def _dequantised_shard(weight: QuantisedWeight, spec: AnyShardSpec | None, dtype: torch.dtype) -> Tensor:
-    """The weight, sharded as its bytes are."""
+    """The dequantised weight, sharded like its codes."""
     codes, scales = local_values(weight.codes), None if weight.scales is None else local_values(weight.scales)
     times = weight.form.per_byte
     values = torch.empty(*codes.shape[:-1], times * codes.shape[-1], dtype=dtype, device=codes.device)

@@ -1,4 +1,5 @@
-"""Which modules FSDP2 gathers together (fsdp.wrap), and over how many ranks each is sharded (fsdp.overrides)."""
+"""Determines the modules that FSDP2 gathers together (fsdp.wrap), and over how many ranks each is sharded
+(fsdp.overrides)."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ AUTO = ("layers", "head")
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together, except those of inner units. parts: the modules' names. keep:
-    stay gathered between forward and backward. shard: number of ranks to shard over; `full`: all of dp_shard x cp;
-    `replicate`: none; `experts`: the ranks that hold the same experts."""
+    """Modules whose parameters are gathered together, except the parameters of inner units.
+
+    parts: names of the modules. keep: whether they stay gathered between forward and backward. shard: number of ranks
+    to shard over, or `full` for all of dp_shard x cp, `replicate` for no sharding, `experts` for the ranks that hold
+    the same experts."""
 
     name: str = field(init=False)
     parts: tuple[str, ...]
@@ -41,15 +44,16 @@ def find_units(
     overrides: Mapping[str, Strategy] | None = None,
     experts: Collection[str] = (),
 ) -> list[Unit]:
-    """The units that `wrap` and `overrides` describe, inner ones first; the root holds the rest.
+    """The units that `wrap` and `overrides` define, inner units first. All other parameters belong to the root.
 
     wrap: `layers` (each decoder layer, and each layer of the vision tower), `head` (with the final norm), `embedding`,
-    and class names. Weights that two units would share stay with the root, because FSDP2 cannot gather one tensor
-    twice: a tied head, and layers tied to one another (zamba2). Raises UserError if an entry names such a unit, matches
-    nothing, or matches modules that some rank may not run.
+    and class names. FSDP2 cannot gather one tensor in two units, so tied weights stay with the root: a tied head, and
+    layers that share weights (zamba2). Raises UserError if an entry names a module with tied weights, matches nothing,
+    or matches modules that a rank may skip.
 
-    overrides: pattern of module names -> sharding. The outermost modules that a pattern matches become units; inner
-    modules follow, unless another pattern matches them. experts: modules whose ranks hold different parts (ep).
+    overrides: pattern of module names -> sharding. The outermost modules that a pattern matches become units. It also
+    applies to their inner modules, unless another pattern matches these. experts: names of modules of experts that ep
+    shards.
     """
     units = _wrap(module, wrap)
     if overrides:
@@ -57,8 +61,8 @@ def find_units(
     for unit in units if experts else ():
         if unit.shard != "full" and any(f"{unit.name}.".startswith(f"{name}.") for name in experts):
             raise UserError(
-                f"fsdp.overrides: {unit.name} is {unit.shard}, but mesh.ep places its experts on ranks: remove it "
-                "from fsdp.overrides, or set mesh.ep=1."
+                f"fsdp.overrides: {unit.name} is {unit.shard}, but mesh.ep shards its experts. Remove it from "
+                "fsdp.overrides, or set mesh.ep=1."
             )
     units = [unit for unit in units if unit.name not in experts]
     units += [Unit((name,), (module.get_submodule(name),), shard="experts") for name in experts]
@@ -77,7 +81,7 @@ def _wrap(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list[Un
                 _checked_unit(module, f"fsdp.wrap: {entry}", name, names_by_id)
                 for name in _find_by_class(module, entry)
             ]
-    wrapped_ids = {id(part) for unit in units for part in unit.modules}
+    wrapped_ids = {id(child) for unit in units for child in unit.modules}
     if "layers" in entries:
         units += [
             Unit((name,), (layer,))
@@ -99,7 +103,7 @@ def _wrap(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list[Un
 
 
 def _apply_overrides(module: TrainModule, units: list[Unit], overrides: Mapping[str, Strategy]) -> list[Unit]:
-    """The units with the shardings of fsdp.overrides; modules that it names and no unit holds become units."""
+    """The units with the shardings of fsdp.overrides. Modules that it names become units, if they are not yet."""
     chosen: dict[str, Strategy] = {}  # a later pattern wins
     for pattern, strategy in overrides.items():
         matched = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
@@ -119,43 +123,43 @@ def _apply_overrides(module: TrainModule, units: list[Unit], overrides: Mapping[
     out = []
     for unit in units:
         strategies = []
-        for name in unit.parts:  # of the innermost chosen module that contains this one
+        for name in unit.parts:  # the innermost chosen module that contains it applies
             while name and name not in chosen:
                 name = _parent(name)
             strategies.append(chosen.get(name, "full"))
         if len(set(strategies)) == 1:
             out.append(replace(unit, shard=strategies[0]))
             continue
-        parts = zip(unit.parts, unit.modules, strategies, strict=True)
-        out += [Unit((part,), (child,), unit.keep, strategy) for part, child, strategy in parts]
+        triples = zip(unit.parts, unit.modules, strategies, strict=True)
+        out += [Unit((name,), (child,), unit.keep, strategy) for name, child, strategy in triples]
     return out
 
 
 def parameters_by_unit(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
-    """Parameters of each unit, without the parameters of its inner units; `units` in the order of find_units."""
+    """The parameters of each unit, without the parameters of inner units. units: in the order of find_units."""
     seen_ids: set[int] = set()
     owned = []
     for unit in units:
-        parameters = {id(p): p for part in unit.modules for p in part.parameters() if id(p) not in seen_ids}
+        parameters = {id(p): p for child in unit.modules for p in child.parameters() if id(p) not in seen_ids}
         seen_ids |= parameters.keys()
         owned.append(list(parameters.values()))
     return owned
 
 
 def inner_units(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
-    """id of a unit's first module, or of the root -> its direct inner units, in the model's order."""
-    holder = {id(part): unit for unit in units for part in unit.modules}
+    """id of a unit's first module, or of the root -> the unit's direct inner units, in the model's order."""
+    unit_of = {id(child): unit for unit in units for child in unit.modules}
     inside: dict[int, list[Unit]] = {}
     visited: set[int] = set()
 
-    def visit(part: nn.Module, within: int) -> None:
-        unit = holder.get(id(part))
+    def visit(module: nn.Module, within: int) -> None:
+        unit = unit_of.get(id(module))
         if unit is not None:
             if id(unit) not in visited:
                 visited.add(id(unit))
                 inside.setdefault(within, []).append(unit)
             within = id(unit.modules[0])
-        for child in part.children():
+        for child in module.children():
             visit(child, within)
 
     visit(root, id(root))
@@ -165,7 +169,8 @@ def inner_units(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]
 def _head_units(
     module: TrainModule, wrapped_ids: set[int], names_by_id: dict[int, list[str]], is_required: bool
 ) -> list[Unit]:
-    """The final norm and the head, which run one after the other, last in forward and first in backward."""
+    """The unit of the final norm and the head. They run consecutively, last in forward and first in backward, so the
+    unit stays gathered. An empty list if the head cannot be a unit."""
     facts = module.facts
     names = [name for name in (facts.final_norm, facts.head) if name is not None]
     names = [name for name in names if id(module.get_submodule(name)) not in wrapped_ids]
@@ -179,12 +184,12 @@ def _head_units(
 
 def _checked_unit(module: TrainModule, key: str, name: str, names_by_id: dict[int, list[str]]) -> Unit:
     """The unit of a module that the config names. Raises UserError if the module cannot be a unit."""
-    holder = _enclosing_list(module, name)
-    if holder is not None:
+    module_list = _enclosing_list(module, name)
+    if module_list is not None:
         raise UserError(
-            f"{key}: {name} is a member of the list {holder}. Not every rank runs every member: a rank does not run "
-            "an expert that none of its tokens chose. As a separate unit it would hang the other ranks, or lose their "
-            f"gradients. Name the module with the list, {type(module.get_submodule(_parent(holder))).__name__}."
+            f"{key}: {name} is in the list {module_list}. A rank may skip modules of a list, such as an expert that "
+            "none of its tokens chose. As a separate unit, it would then hang the other ranks or lose their gradients. "
+            f"Name the module that contains the list, {type(module.get_submodule(_parent(module_list))).__name__}."
         )
     tied = _split_tie(module, [name], names_by_id)
     if tied is not None:
@@ -194,31 +199,30 @@ def _checked_unit(module: TrainModule, key: str, name: str, names_by_id: dict[in
 
 def _tie_refusal(key: str, name: str, tied: tuple[str, str]) -> UserError:
     return UserError(
-        f"{key}: {name} cannot be a unit of its own, because {tied[0]} and {tied[1]} are one tensor (tied), which "
-        "FSDP2 cannot gather twice: leave it out, and the root holds it."
+        f"{key}: {name} cannot be a separate unit, because {tied[0]} and {tied[1]} are one tensor (tied), and FSDP2 "
+        f"cannot gather a tensor in two units. Remove {name}; it then belongs to the root unit."
     )
 
 
 def _find_by_class(module: TrainModule, class_name: str) -> list[str]:
-    """Names of the modules of this class that have parameters. Raises UserError, with the model's classes, if there are
-    none."""
-    holding = {
+    """Names of the modules of this class that have parameters. Raises UserError, which lists the model's classes, if
+    there are none."""
+    classes = {
         name: type(child).__name__
         for name, child in module.named_modules()
         if name and not isinstance(child, CONTAINERS) and any(True for _ in child.parameters())
     }
-    names = [name for name, kind in holding.items() if kind == class_name]
+    names = [name for name, module_class in classes.items() if module_class == class_name]
     if not names:
-        kinds = ", ".join(sorted(set(holding.values())))
         raise UserError(
-            f"fsdp.wrap: no module of class {class_name}. Name layers, head, embedding, or one of this model's "
-            f"classes: {kinds}."
+            f"fsdp.wrap: the model has no module of class {class_name}. Name layers, head, embedding, or one of this "
+            f"model's classes: {', '.join(sorted(set(classes.values())))}."
         )
     return names
 
 
 def _names_by_id(module: nn.Module) -> dict[int, list[str]]:
-    """id of a parameter -> all of its names."""
+    """id of a parameter -> all its names."""
     names_by_id: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(parameter), []).append(name)
@@ -226,7 +230,8 @@ def _names_by_id(module: nn.Module) -> dict[int, list[str]]:
 
 
 def _split_tie(module: nn.Module, names: Sequence[str], names_by_id: dict[int, list[str]]) -> tuple[str, str] | None:
-    """Two names of one parameter, one inside these modules and one outside; None if there is no such parameter."""
+    """(a name inside these modules, a name outside) of a parameter that is tied across their border; None without such
+    a parameter."""
     prefixes = tuple(f"{name}." for name in names)
     for name in names:
         for parameter in module.get_submodule(name).parameters():

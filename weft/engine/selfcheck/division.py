@@ -102,7 +102,8 @@ def check_experts(config: PretrainedConfig, support: ModelSupport, ep: int) -> f
     experts = find_experts(reference)
     if not experts:
         raise UserError(
-            f"mesh.ep={ep}: {config.get_text_config().model_type} has no experts that weft knows: set mesh.ep=1."
+            f"mesh.ep={ep}: weft finds no experts in a model of type {config.get_text_config().model_type}. "
+            "Set mesh.ep=1."
         )
     documents = text_documents(reference)
     ranks = min(ep, len(documents), *(child.num_experts for child in experts.values()))

@@ -1,5 +1,5 @@
-"""Expert parallelism: each rank of mesh.ep holds some of every layer's experts.
+"""Expert parallelism: each rank of mesh.ep holds some experts of every layer.
 
-experts.py divides them, and makes layers send tokens to the ranks of their experts and back by ops/dispatch.py.
-models/experts.py has the forward of a layer's experts.
+experts.py shards the experts, and makes layers exchange tokens with ops/dispatch.py. models/experts.py has the forward
+of a layer's experts.
 """

@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank of ep computes with its part of every layer's experts.
+"""Expert parallelism: each rank of ep computes some experts of every layer.
 
-The parts are plain tensors, cut before FSDP2 shards them over the ranks that hold the same experts. Tokens are sent to
-their experts and back (ops/dispatch.py), so that the gradient of an expert is complete on the rank that holds it.
+A rank's experts are plain tensors. FSDP2 then shards them over the ranks that hold the same experts. Tokens are sent to
+their experts and back (ops/dispatch.py), so the ranks that hold an expert have its complete gradient.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, ShardSpec, 
 
 
 def expert_parallel(module: TrainModule, ranks: EPAxis | None, cuts: ShardSpecs) -> dict[str, AnyShardSpec]:
-    """Divide the experts of a model (on meta) and make them exchange tokens. Returns `cuts`, completed by the experts'.
+    """Shard the experts of a model (on meta) and make them exchange tokens. Returns `cuts`, extended by the experts.
 
-    cuts: divisions by tp. Raises UserError if a layer has fewer experts than there are ranks, or the model has none.
+    cuts: how tp shards parameters. Raises UserError if the model has no experts, or a layer fewer than ranks.
     """
     result = dict(cuts)
     if ranks is None:
@@ -35,7 +35,7 @@ def expert_parallel(module: TrainModule, ranks: EPAxis | None, cuts: ShardSpecs)
     experts = find_experts(module)
     if not experts:
         raise UserError(
-            f"mesh.ep={ranks.size}: {module.facts.model_type} has no experts that weft knows: set mesh.ep=1."
+            f"mesh.ep={ranks.size}: weft finds no experts in a model of type {module.facts.model_type}. Set mesh.ep=1."
         )
     for name, child in experts.items():
         result |= _divide(name, child, ranks, result)
@@ -46,7 +46,7 @@ def _divide(name: str, experts: Any, ranks: EPAxis, cuts: ShardSpecs) -> dict[st
     count = int(experts.num_experts)
     if count < ranks.size:
         raise UserError(
-            f"mesh.ep={ranks.size} is more than the {count} experts of {name}: set mesh.ep to {count} or less."
+            f"mesh.ep={ranks.size} is more than the {count} experts of {name}. Set mesh.ep to {count} or less."
         )
     result: dict[str, AnyShardSpec] = {}
     for leaf, parameter in list(experts.named_parameters()):
@@ -55,9 +55,9 @@ def _divide(name: str, experts: Any, ranks: EPAxis, cuts: ShardSpecs) -> dict[st
         assert tp_cut is None or isinstance(tp_cut, ShardSpec)
         shape = tuple(parameter.shape) if tp_cut is None else tp_cut.shape
         cut = cut_of_expert(shape, count, tp_cut, ranks, strided=strided(experts, leaf))
-        part = torch.empty(cut.local_shape(), dtype=parameter.dtype, device=parameter.device)
-        owner, _, parameter_name = leaf.rpartition(".")
-        setattr(experts.get_submodule(owner), parameter_name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        shard = torch.empty(cut.local_shape(), dtype=parameter.dtype, device=parameter.device)
+        owner, _, attribute = leaf.rpartition(".")
+        setattr(experts.get_submodule(owner), attribute, nn.Parameter(shard, requires_grad=parameter.requires_grad))
         result[path] = cut
     experts_by_rank = even_ranges(count, ranks.size)
     exchange_tokens(experts, ExpertPlacement(ranks.rank, tuple(size for _, size in experts_by_rank), ranks.ranks))
@@ -65,16 +65,19 @@ def _divide(name: str, experts: Any, ranks: EPAxis, cuts: ShardSpecs) -> dict[st
 
 
 def cut_of_expert(
-    shape: tuple[int, ...], count: int, before: ShardSpec | None, ranks: EPAxis, *, strided: bool
+    shape: tuple[int, ...], count: int, tp_cut: ShardSpec | None, ranks: EPAxis, *, strided: bool
 ) -> AnyShardSpec:
-    """The division of one tensor of a layer's `count` experts. before: by tp. strided: see `split_by_experts`."""
+    """The shards of one tensor of a layer's `count` experts. tp_cut: how tp shards it. strided: see
+    `split_by_experts`."""
     outer = split_by_experts(shape, even_ranges(count, ranks.size), strided, ranks)
-    return outer if before is None else _nested(outer, before, ranks.with_tp)
+    return outer if tp_cut is None else _nested(outer, tp_cut, ranks.with_tp)
 
 
 def split_by_experts(shape: tuple[int, ...], experts_by_rank: list[Range], strided: bool, ranks: EPAxis) -> ShardSpec:
-    """The division by experts, which make up the first dimension (weights: [experts, ...]; matrix A of adapters:
-    [experts r, .]). strided: they vary fastest in the second dimension instead (matrix B: [., r experts])."""
+    """Shards by experts, along the first dimension (weights [experts, ...], matrix A of adapters [experts x r, ...]).
+
+    strided: along the second dimension, in which the index of the expert varies fastest (matrix B [..., r x experts]).
+    """
     count, dim = sum(size for _, size in experts_by_rank), int(strided)
     times = shape[dim] // count
     if strided:
@@ -86,7 +89,8 @@ def split_by_experts(shape: tuple[int, ...], experts_by_rank: list[Range], strid
 
 
 def strided(experts: nn.Module, leaf: str) -> bool:
-    """Whether a tensor of experts is a matrix B of adapters, in whose second dimension experts vary fastest."""
+    """Whether a tensor of experts is a matrix B of adapters. In its second dimension, the index of the expert varies
+    fastest."""
     owner, _, matrix = leaf.rpartition(".")
     return isinstance(experts.get_submodule(owner), LowRank) and matrix == "B"
 
@@ -103,7 +107,7 @@ def _nested(outer: ShardSpec, inner: ShardSpec, ranks: Communicator | None) -> N
 
 
 def exchange_tokens(experts: Any, axis: ExpertPlacement) -> None:
-    """Make a layer's experts exchange tokens over `axis`. Its parameters must be of this rank's experts."""
+    """Make a layer's experts exchange tokens over `axis`. The layer must already have only this rank's experts."""
     if hf.is_fused_experts(experts):
         experts.weft_axis = axis
         use_experts_forward(experts)
@@ -112,7 +116,8 @@ def exchange_tokens(experts: Any, axis: ExpertPlacement) -> None:
 
 
 def _exchange_dense(experts: nn.Module, axis: ExpertPlacement) -> None:
-    """Experts that read every token, [experts x tokens, H], as zeros where the token is routed elsewhere (llama4)."""
+    """Hook experts whose input is every token for every expert, [experts x tokens, H] (llama4). Tokens that are not
+    routed to an expert are zeros."""
     pending: list[Dispatched] = []
 
     def enter(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:

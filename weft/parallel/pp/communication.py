@@ -1,7 +1,7 @@
-"""Communication between the stages of a pipeline: hidden states onward, their gradients back, and the sum of gradients
-of parameters that two stages hold (a head that is tied to the embedding).
+"""Communication between the stages of a pipeline: hidden states go onward, their gradients back. Gradients of
+parameters that two stages hold (a head tied to the embedding) are summed.
 
-Shapes come from the plan, which all stages know, and never from a message. B batch, T tokens of a row, H hidden width.
+All stages compute the shapes from the plan, so shapes are not sent. B batch, T tokens of a row, H hidden width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs, full_shape
 
 
 class P2PMessage(NamedTuple):
-    """Hidden states (onward), or their gradient, of one micro-batch. stage: the receiver."""
+    """Identifies a message of one micro-batch: hidden states (onward) or their gradient. stage: the receiving stage."""
 
     onward: bool
     stage: int
@@ -33,7 +33,8 @@ class P2PMessage(NamedTuple):
 
 
 class P2PCommunicator:
-    """One rank's sends and receives. send() does not wait; receive() waits for a message that was requested before."""
+    """One rank's sends and receives. send() does not wait. receive() waits for a message; request() must come
+    before."""
 
     def __init__(
         self,
@@ -44,7 +45,8 @@ class P2PCommunicator:
         device: torch.device,
         parts: int,
     ) -> None:
-        """width: H. dtype: of hidden states between layers. parts: number of ranks that divide the tokens of a row."""
+        """width: H. dtype: of hidden states between layers. parts: number of ranks that share the tokens of a row
+        (sequence parallelism)."""
         self.axis, self.placement, self.width, self.parts = axis, placement, width, parts
         self.dtype, self.device = dtype, device
         self._pending: dict[P2PMessage, tuple[Tensor, Any]] = {}
@@ -53,14 +55,14 @@ class P2PCommunicator:
         self._connected = device.type == "cpu"
 
     def connect(self) -> None:
-        """Open the connections, once, in an order that cannot deadlock: NCCL opens each at its first message, and
-        blocks the thread until the other end does, too."""
+        """Open the connections, once. NCCL opens a connection at its first message, and blocks the thread until the
+        peer opens it too. So all ranks open them in the same order, which cannot deadlock."""
         if self._connected:
             return
         self._connected = True
         value = torch.zeros(1, device=self.device)
         for onward in (True, False):
-            # Each pair of ranks once, in the same order on all ranks.
+            # Each pair of ranks occurs once, in the same order on all ranks.
             ranks = [self.placement.rank_of(stage) for stage in range(self.placement.stages)]
             ranks = ranks if onward else ranks[::-1]
             for source, end in dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b):
@@ -71,8 +73,10 @@ class P2PCommunicator:
                     _wait(dist.irecv(value, group=group, group_src=source), self.device)
 
     def request(self, message: P2PMessage, shape: Sequence[int]) -> None:
-        """Begin to receive a message for a stage of this rank, unless that has begun or this rank is the sender. shape:
-        [B, T] of the row. Messages of one sender and direction must be requested in the order in which they are sent.
+        """Start to receive a message for a stage of this rank. Does nothing if this was already requested, or if this
+        rank is the sender.
+
+        shape: [B, T] of the row. Request the messages of one sender and direction in the order in which it sends them.
         """
         source = self.placement.neighbour(message.stage, not message.onward)
         if source is None or message in self._pending:
@@ -85,8 +89,8 @@ class P2PCommunicator:
         self._pending[message] = buffer, dist.irecv(buffer, group=group, group_src=rank)
 
     def receive(self, message: P2PMessage) -> Tensor | None:
-        """The tensor of a requested message, once it has arrived; None for a stage without a sender (the first stage
-        onward, the last stage back)."""
+        """Wait for a requested message and return its tensor. None for a stage without a sender (the first stage for
+        hidden states, the last stage for gradients)."""
         if message in self._local_messages:
             return self._local_messages.pop(message)
         pending = self._pending.pop(message, None)
@@ -97,15 +101,20 @@ class P2PCommunicator:
         return buffer
 
     def send(self, stage: int, onward: bool, micro: int, tensor: Tensor | None, shape: Sequence[int]) -> None:
-        """Send a stage's hidden states to the next stage (onward), or their gradient to the previous one. shape: as in
-        `request`. Raises RuntimeError for another shape or dtype, which would end the other rank without a message."""
+        """Send a stage's hidden states to the next stage (onward), or their gradient to the previous stage.
+
+        shape: [B, T] of the row. Raises RuntimeError for another shape or dtype; the peer would crash without a
+        message."""
         target = self.placement.neighbour(stage, onward)
         if target is None:
             return
-        tensor_name = "hidden states" if onward else "the gradient of hidden states"
         if tensor is None or tuple(tensor.shape) != self._shape(shape) or tensor.dtype != self.dtype:
-            actual = "nothing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
-            raise RuntimeError(f"{tensor_name} are {actual}, and not {self.dtype} of shape {list(self._shape(shape))}")
+            name = "hidden states" if onward else "gradients of hidden states"
+            actual = "None" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise RuntimeError(
+                f"stage {stage} must send {name} in {self.dtype} of shape {list(self._shape(shape))}, but they are "
+                f"{actual}. Set mesh.pp=1, and please report the model."
+            )
         rank, sent = self.placement.rank_of(target), tensor.detach().contiguous()
         if rank == self.axis.rank:
             self._local_messages[P2PMessage(onward, target, micro)] = sent
@@ -115,7 +124,7 @@ class P2PCommunicator:
         self._sent.append((sent, dist.isend(sent, group=group, group_dst=rank)))
 
     def finish(self) -> None:
-        """Wait until all messages have left."""
+        """Wait until all messages are sent."""
         for _, work in self._sent:
             _wait(work, self.device)
         self._sent.clear()
@@ -125,8 +134,8 @@ class P2PCommunicator:
 
 
 def _wait(work: Any, device: torch.device) -> None:
-    """Wait for a send or receive. On a CPU for at most train.timeout, which torch applies to the group of all ranks
-    only; on an accelerator the device waits, not this thread."""
+    """Wait for a send or receive. On CPU this thread waits for at most train.timeout, because torch applies the timeout
+    only to the group of all ranks. On an accelerator the device waits, and this thread continues."""
     limit = flight.recorder.limit
     with waiting():
         if device.type == "cpu" and limit is not None:
@@ -137,8 +146,8 @@ def _wait(work: Any, device: torch.device) -> None:
 
 @torch.no_grad()
 def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PPAxis) -> None:
-    """Sum the gradients of parameters that the ranks of the first and the last stage both hold, once per step.
-    Collective over these two, the first and the last rank of pp; nothing is done if one rank has both stages."""
+    """Sum the gradients of parameters that both the first and the last stage hold, once per step. Collective over the
+    first and the last rank of pp. Does nothing if one rank has both stages."""
     named = dict(module.named_parameters())
     shared = [named[name] for name in sorted(pipeline.shared_params(axis.rank)) if name in named]
     shared = [parameter for parameter in shared if parameter.requires_grad]
@@ -154,7 +163,7 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PPAxis) ->
         if axis.rank == 0:
             works.append(dist.isend(gradient, group=later, group_dst=peer))
             works.append(dist.irecv(received[-1], group=earlier, group_src=peer))
-        else:  # in the order of the other rank, as NCCL needs it
+        else:  # NCCL needs matching orders: this rank receives first what the peer sends first
             works.append(dist.irecv(received[-1], group=later, group_src=peer))
             works.append(dist.isend(gradient, group=earlier, group_dst=peer))
     for work in works:
@@ -173,10 +182,10 @@ def gather_over_stages(
     cuts: ShardSpecs,
     gather_full: Callable[[Tensor, AnyShardSpec | None], Tensor],
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields (name, whole tensor) for these names of the whole model, on every stage, gathered one by one; None if the
-    stage that holds the name has no tensor for it (such as a missing gradient). Collective.
+    """Yield (name, full tensor) for these names of the full model, on every stage. The tensor is None if the stage of
+    the name has none, such as for a missing gradient. Collective; gathers one tensor at a time.
 
-    shards: of this stage. cuts: how tp and ep divide them. gather_full: gathers a tensor from its shards, in its dtype.
+    shards: of this stage. cuts: how tp and ep shard them. gather_full: gathers a tensor from its shards, in its dtype.
     """
     local_shapes = {n: (full_shape(n, t, cuts), t.dtype) for n, t in shards.items() if t is not None}
     shapes_by_rank: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * axis.size

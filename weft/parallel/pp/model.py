@@ -1,11 +1,10 @@
-"""A model that keeps some of its decoder layers and runs HuggingFace's own forward around them.
+"""Reduces a model to some of its decoder layers, which run inside HuggingFace's unchanged forward.
 
-Layers of other stages become placeholders without weights, which pass hidden states on. So every stage computes rotary
-tables, masks and the like with the family's own code. The placeholder before a stage's first layer returns what the
-previous stage sent; the one after its last layer keeps its input for sending. Weights outside the layers are used
-before them, on the first stage, or after them, on the last. If a rank has several stages, each has its own placeholders
-for all other layers, which are put into the model during its forwards.
-"""
+Layers of other stages become placeholders without weights, which return their input. So every stage computes rotary
+tables and masks with the family's code. The placeholder before a stage's first layer returns the hidden states that the
+previous stage sent. The placeholder after its last layer stores its input for sending. Weights outside the layers are
+on the first stage if they are used before the layers, else on the last stage. If a rank has several stages, each stage
+has its placeholders for all other layers, and they replace the layers during its forwards."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from weft.models.train_module import Head, StageIO, TrainModule
 from weft.models.vision import vision_parts
 from weft.parallel.pp.schedule import Placement
 
-Span = tuple[int, int]  # first layer of a stage, and one past its last
+Span = tuple[int, int]  # index of a stage's first layer, index after its last layer
 
 
 @dataclass(frozen=True)
 class LayerInterface:
     """How a family's base model runs its layers. outputs: class of a layer -> length of the tuple that it returns, 0
-    for a tensor. after: modules with weights, outside the layers, that run after the last layer. wide: hidden states
-    between layers are fp32, whatever the compute dtype."""
+    for a tensor. after: modules with weights outside the layers that run after the last layer. wide: whether hidden
+    states between layers are fp32 for any compute dtype."""
 
     outputs: Mapping[str, int]
     after: frozenset[str]
@@ -39,8 +38,9 @@ class LayerInterface:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A whole model over the ranks of mesh.pp. spans: the layers of each stage. tensors: the whole model's state dict,
-    on meta. holders: name -> the ranks that hold the tensor, several for tied weights; the first one writes it."""
+    """How mesh.pp splits a model. spans: the layers of each stage. tensors: the full model's state dict, on meta.
+    holders: name -> the ranks that hold the tensor (several for tied weights and buffers). The first of them writes
+    it."""
 
     spans: tuple[Span, ...]
     placement: Placement
@@ -50,28 +50,28 @@ class Pipeline:
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """All parameters, tied ones under each name."""
+        """All parameters of the full model. Tied parameters occur under each name."""
         return [(name, tensor) for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)]
 
     @property
     def parameter_names(self) -> list[str]:
-        """Names of all parameters, tied ones once, in the model's order."""
-        first: dict[int, str] = {}
+        """Names of all parameters of the full model, in order. Tied parameters occur once."""
+        first_names: dict[int, str] = {}
         for name, parameter in self.named_parameters:
-            first.setdefault(id(parameter), name)
-        return list(first.values())
+            first_names.setdefault(id(parameter), name)
+        return list(first_names.values())
 
     def shared_params(self, rank: int) -> frozenset[str]:
-        """Parameters, trained or not, that both the rank at `rank` and others hold."""
+        """Names of parameters, trained or not, that both rank `rank` of pp and other ranks hold."""
         shared = (name for name, ranks in self.holders.items() if len(ranks) > 1 and rank in ranks)
         return frozenset(name for name in shared if isinstance(self.tensors[name], nn.Parameter))
 
     def tied_copies(self, rank: int) -> frozenset[str]:
-        """Tensors that the rank at `rank` holds and an earlier one writes and counts."""
+        """Names of tensors that rank `rank` of pp holds, but that an earlier rank writes and counts."""
         return frozenset(n for n, ranks in self.holders.items() if rank in ranks and ranks[0] != rank)
 
     def missing_params(self, rank: int) -> frozenset[str]:
-        """Tensors that the rank at `rank` does not hold."""
+        """Names of tensors that rank `rank` of pp does not hold."""
         return frozenset(name for name, ranks in self.holders.items() if rank not in ranks)
 
     def stage_of(self, name: str, layers: str) -> int:
@@ -83,14 +83,14 @@ class Pipeline:
 
 
 class PlaceholderLayer(nn.Module):
-    """Replaces a layer of another stage. It has that layer's attributes, because the code of some families reads those
-    of every layer (attention_type), but no modules and no weights."""
+    """Replaces a layer of another stage. It has the layer's attributes, because the code of some families reads
+    attributes of every layer (attention_type). It has no modules and no weights."""
 
     def __init__(
         self, layer: nn.Module, num_outputs: int, stage_io: StageIO, *, returns_received: bool, keeps_input: bool
     ) -> None:
-        """num_outputs: length of the tuple that the layer returns, 0 for a tensor. returns_received: return what the
-        previous stage sent. keeps_input: keep the input, for the next stage."""
+        """num_outputs: length of the tuple that the layer returns, 0 for a tensor. returns_received: whether forward
+        returns stage_io.received. keeps_input: whether forward stores its input in stage_io.sent."""
         super().__init__()
         module_attributes = vars(nn.Module()).keys()
         for name, value in vars(layer).items():
@@ -110,8 +110,8 @@ class PlaceholderLayer(nn.Module):
 
 @contextmanager
 def without_placeholders(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's lists of layers hold no placeholders: for code that reads into every layer (falcon_h1's
-    initialisation does)."""
+    """A context in which the model's lists of layers contain no placeholders, for code that accesses modules of every
+    layer, such as falcon_h1's initialisation."""
     lists = [
         (module_list, module_list._modules) for module_list in model.modules() if isinstance(module_list, nn.ModuleList)
     ]
@@ -127,21 +127,23 @@ def without_placeholders(model: nn.Module) -> Iterator[None]:
 
 
 class EmptyModule(nn.Module):
-    """Replaces a module outside the layers that another stage runs. Token ids, and inputs of a linear layer, become
-    zeros of the output's shape; hidden states pass. It holds weights that this rank uses under another name (tied)."""
+    """Replaces a module outside the layers that another stage runs.
+
+    It returns zeros of the module's output shape for token ids and for inputs of a linear layer, and returns other
+    hidden states unchanged. It holds the module's weights that this rank needs under another name (tied weights)."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device, token_parts: int) -> None:
-        """dtype: of the embeddings that it returns, on which rotary tables depend. device: of forwards. token_parts:
-        number of ranks that divide the tokens between layers."""
+        """dtype: of the returned embeddings, on which rotary tables depend. device: of forwards. token_parts: number of
+        ranks that share the tokens between layers."""
         super().__init__()
         weight = getattr(module, "weight", None)
         self.width = weight.shape[-1] if isinstance(weight, Tensor) else 0
         self.outputs = hf.linear_widths(module)[1] if hf.is_plain_linear(module) else None
         self.dtype, self.token_parts = dtype, token_parts
-        self.weight: Tensor = torch.empty(0, device=device)  # some families read its device
+        self.weight: Tensor = torch.empty(0, device=device)  # the code of some families reads weight.device
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
-        """Hold this weight."""
+        """Add a weight of the replaced module."""
         if name == "weight":
             del self.weight
         self.register_parameter(name, parameter)
@@ -157,7 +159,7 @@ class EmptyModule(nn.Module):
 def plan_pipeline(
     module: TrainModule, spans: Sequence[Span], placement: Placement, interface: LayerInterface
 ) -> Pipeline:
-    """Plan which rank holds which tensors of a whole model (on meta). Raises UserError if layers of several ranks share
+    """Assign the tensors of a full model (on meta) to ranks. Raises UserError if layers of different ranks share
     weights."""
     after = interface.after | {module.facts.head}
     pipeline = Pipeline(tuple(spans), placement, {}, {}, replace(interface, after=after))
@@ -167,7 +169,7 @@ def plan_pipeline(
     layers = module.facts.layers
     for name, tensor in tensors.items():
         holding_ranks = [placement.rank_of(pipeline.stage_of(name.rpartition(".")[0], layers))]
-        if name not in parameters and not name.startswith(f"{layers}."):  # a buffer: small, so every stage holds it
+        if name not in parameters and not name.startswith(f"{layers}."):  # buffers are small: every stage holds them
             holding_ranks = [*range(placement.ranks)]
         ranks.setdefault(id(tensor), set()).update(holding_ranks)
     for name, tensor in tensors.items():
@@ -189,8 +191,7 @@ def keep_stages(
     device: torch.device,
     token_parts: int = 1,
 ) -> None:
-    """Reduce a whole model, in place, to the modules of the stages of a rank of pp. dtype, device, token_parts: see
-    EmptyModule."""
+    """Reduce a full model, in place, to the modules of a rank's stages. dtype, device, token_parts: see EmptyModule."""
     layers, stages = module.facts.layers, pipeline.placement.stages_of(rank)
     outside = _modules_outside_layers(module)
     stage_of = {name: pipeline.stage_of(name, layers) for name in (*dict(module.layers), *outside)}
@@ -226,10 +227,10 @@ def keep_stages(
 
 
 def _modules_outside_layers(module: TrainModule) -> dict[str, nn.Module]:
-    """Name -> module outside the layers that has weights of its own; a vision tower and its projector each count as one
-    module."""
+    """Name -> module, for the modules outside the layers that directly have weights. A vision tower and its projector
+    each count as one module."""
     layers, vision = f"{module.facts.layers}.", vision_parts(module.base, module.facts)
-    inside = (layers, *(f"{part}." for part in vision))
+    inside = (layers, *(f"{vision_module}." for vision_module in vision))
     return {
         name: child
         for name, child in module.named_modules()
@@ -240,11 +241,11 @@ def _modules_outside_layers(module: TrainModule) -> dict[str, nn.Module]:
 def _replace_module(
     module: TrainModule, name: str, placeholder: nn.Module | None, local_names: Collection[str]
 ) -> None:
-    """Replace a module that no stage of this rank runs, keeping weights that the rank holds. placeholder: None for the
-    head."""
+    """Replace a module that no stage of this rank runs. Its weights in `local_names` are kept. placeholder: None for
+    the head."""
     owner = module.get_submodule(name)
     local_parameters = {leaf: p for leaf, p in owner.named_parameters(recurse=False) if f"{name}.{leaf}" in local_names}
-    if placeholder is None:  # the head stays, emptied: it is never called, but other code reads its attributes
+    if placeholder is None:  # the head stays without weights: it is never called, but other code reads its attributes
         for leaf in owner._parameters:
             owner._parameters[leaf] = local_parameters.get(leaf)
         return
@@ -261,25 +262,27 @@ def _parent_and_name(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def cut_layers(costs: Sequence[float], head: float, stages: int, min_layers: int = 1) -> list[Span]:
-    """Spans of consecutive layers, one per stage, that minimise the cost of the dearest stage.
+    """Spans of consecutive layers, one per stage, that minimise the cost of the costliest stage.
 
-    costs: of each layer. head: cost of the head, in the last stage. min_layers: fewest layers of the first stage. The
-    model must have enough layers. Of equally good cuts, the one whose first stages have more layers is chosen.
+    costs: of each layer. head: cost of the head, which is in the last stage. min_layers: fewest layers of the first
+    stage. The model must have enough layers. Of equally good solutions, this returns the one with more layers in the
+    first stages.
     """
     count = len(costs)
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[n]: (cost of the dearest stage, end of the first one) for layers from n on over the stages counted so far
+    # best[n]: for the layers from n on and the current number of stages, (cost of the costliest stage, end of the first
+    # stage).
     best = [(sums[count] - sums[n] + head, count) for n in range(count)]
     table = [best]
     for remaining in range(2, stages + 1):
-        before, best = best, []
+        fewer_stages, best = best, []
         for first in range(count):
             ends = range(max(first + 1, min_layers if remaining == stages else 0), count - remaining + 2)
-            options = [(max(sums[end] - sums[first], before[end][0]), -end) for end in ends]
-            dearest, end = min(options, default=(float("inf"), 0))
-            best.append((dearest, -end))
+            options = [(max(sums[end] - sums[first], fewer_stages[end][0]), -end) for end in ends]
+            costliest, end = min(options, default=(float("inf"), 0))
+            best.append((costliest, -end))
         table.append(best)
     spans, first = [], 0
     for rows in reversed(table):

@@ -1,10 +1,9 @@
 """Tensor parallelism: each rank of the axis computes with its part of heads, intermediate width and vocabulary.
 
-The parts are plain tensors, cut before FSDP2 shards them, so that layers run as written. A block that computes with
-parts has its output summed over the ranks, and its input's gradient too: the operators g and f of Megatron-LM (Shoeybi
-et al. 2019, arXiv:1909.08053, section 3). Some weights are held whole by every rank but used only for its part (norms
-of heads, routers): their gradients are summed over the ranks once per step.
-"""
+The shards are plain tensors, made before FSDP2 shards them further, so the code of layers runs unchanged. The output of
+a sharded block is summed over the ranks, and so is the gradient of its input: the operators g and f of Megatron-LM
+(Shoeybi et al. 2019, arXiv:1909.08053, section 3). Some weights are complete on every rank, but each rank uses them
+only for its part (norms of heads, routers). Their gradients are summed over the ranks once per step."""
 
 from __future__ import annotations
 
@@ -38,8 +37,9 @@ from weft.parallel.tp.sequence import GatherTokens, ReduceScatterTokens, join_la
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The division of a model. cuts: parameter -> its cut, under each of its names. partial: parameter whose gradient
-    is a sum over ranks -> number of ranks -> communicator. sequence: tokens are divided between blocks."""
+    """How tp shards a model. cuts: every name of a parameter -> its shards. partial: parameter whose gradient must be
+    summed over ranks -> number of ranks with equal elements -> their communicator. sequence: whether tokens are sharded
+    between blocks."""
 
     cuts: dict[str, AnyShardSpec]
     partial: dict[str, dict[int, Communicator]]
@@ -49,11 +49,10 @@ class TensorParallel:
 def tensor_parallel(
     module: TrainModule, axis: TPAxis | None, config: PretrainedConfig, *, sequence: bool = False
 ) -> TensorParallel:
-    """Divide a model (on meta) and hook it to compute with its parts. Raises UserError if sizes do not divide.
+    """Shard a model (on meta) and hook it to compute with its shards. Raises UserError if a size does not divide.
 
-    axis: None leaves the model unchanged. sequence: divide tokens between blocks; row lengths must be multiples of the
-    axis' size.
-    """
+    axis: None leaves the model unchanged. sequence: also shard tokens between blocks. Row lengths must then be
+    multiples of the axis' size."""
     if axis is None:
         return TensorParallel({}, {})
     plan = find_tp_plan(module, config.get_text_config(), axis.size)
@@ -66,7 +65,7 @@ def tensor_parallel(
     vocabulary = [name for name in (module.facts.embedding, module.facts.head) if cuts[f"{name}.weight"].divides]
     inside = ("",) if sequence else tuple(f"{name}." for name in (*plan.regions, *vocabulary))
     partial = find_partial_parameters(cuts, axis, inside)
-    if sequence and module.facts.head not in vocabulary:  # each rank's head reads all tokens
+    if sequence and module.facts.head not in vocabulary:  # every rank's head reads all tokens: complete gradients
         partial = {name: ranks for name, ranks in partial.items() if not name.startswith(f"{module.facts.head}.")}
     return TensorParallel({**cuts}, partial, sequence)
 
@@ -74,8 +73,8 @@ def tensor_parallel(
 def find_partial_parameters(
     cuts: dict[str, ShardSpec], axis: TPAxis, inside: tuple[str, ...]
 ) -> dict[str, dict[int, Communicator]]:
-    """Parameters of divided blocks that several ranks hold, each using them for its own heads, columns or tokens only:
-    name -> number of ranks -> communicator. inside: prefixes of the names of such blocks."""
+    """The parameters that several ranks hold, but that each uses only for its heads, columns or tokens: name -> number
+    of ranks with equal elements -> their communicator. inside: prefixes of the names of sharded blocks."""
     numbers = sorted({copies for cut in cuts.values() for copies in cut.copies if copies > 1})
     groups = {copies: axis.neighbours(copies) for copies in numbers}
     return {
@@ -86,7 +85,7 @@ def find_partial_parameters(
 
 
 def tp_shard_spec(name: str, shape: tuple[int, ...], spec: TPSpec, axis: TPAxis) -> ShardSpec:
-    """The shards of a parameter with this division. Raises UserError if its sizes do not divide."""
+    """The shards of a parameter. spec: how it is sharded. Raises UserError if a size does not divide."""
     if spec.dim is None:
         full_range = ((0, shape[0]),) if shape else ((0, 1),)
         return ShardSpec(shape, 0, (full_range,) * axis.size, (axis.size,), axis.rank, axis.ranks)
@@ -98,36 +97,36 @@ def tp_shard_spec(name: str, shape: tuple[int, ...], spec: TPSpec, axis: TPAxis)
             items = "heads of keys and values" if segment.repeat else "heads" if segment.heads else "columns"
             sizes = ["1", *(str(n) for n in range(2, segment.count + 1) if segment.count % n == 0)]
             raise UserError(
-                f"mesh.tp={axis.size} does not divide the {segment.count} {items} of {name}: set mesh.tp to one of "
+                f"mesh.tp={axis.size} does not divide the {segment.count} {items} of {name}. Set mesh.tp to one of "
                 f"{', '.join(sizes)}."
             )
         items_by_rank, num_copies = division
         copies.append(num_copies)
         elements = scaled_ranges(items_by_rank, segment.width, offset)
-        ranges = [(*before, rank_range) for before, rank_range in zip(ranges, elements, strict=True)]
+        ranges = [(*rank_ranges, added) for rank_ranges, added in zip(ranges, elements, strict=True)]
         offset += segment.size
     return ShardSpec(shape, spec.dim, tuple(ranges), tuple(copies), axis.rank, axis.ranks)
 
 
 def _replace_parameters(module: TrainModule, cuts: dict[str, ShardSpec]) -> None:
-    """Replace each divided parameter by this rank's part, uninitialised; tied parameters stay tied."""
-    replaced: dict[int, nn.Parameter] = {}
+    """Replace each sharded parameter by this rank's shard, uninitialised. Tied parameters stay tied."""
+    shards: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not cuts[name].divides:
             continue
-        if id(parameter) not in replaced:
-            part = torch.empty(cuts[name].local_shape(), dtype=parameter.dtype, device=parameter.device)
-            replaced[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-        owner, _, leaf = name.rpartition(".")
-        holder: Any = module.get_submodule(owner)
-        setattr(holder, leaf, replaced[id(parameter)])
-        if leaf == "weight" and hf.is_transposed(holder):
-            holder.nf = holder.weight.shape[1]  # Conv1D reads its outputs' width from it
+        if id(parameter) not in shards:
+            shard = torch.empty(cuts[name].local_shape(), dtype=parameter.dtype, device=parameter.device)
+            shards[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        owner_name, _, leaf = name.rpartition(".")
+        owner: Any = module.get_submodule(owner_name)
+        setattr(owner, leaf, shards[id(parameter)])
+        if leaf == "weight" and hf.is_transposed(owner):
+            owner.nf = owner.weight.shape[1]  # the forward of transformers' Conv1D reads its output width from `nf`
 
 
 def _hook_modules(module: TrainModule, plan: TPPlan, cuts: dict[str, ShardSpec], axis: TPAxis, sequence: bool) -> None:
-    """Hook every divided module. Hooks run in the order in which they are registered: adapters, attached before, have
-    added to a layer's output when a region's hook sums it."""
+    """Hook every sharded module. Hooks run in the order of registration. Adapters were attached earlier, so they have
+    added to a layer's output before a region's hook sums it."""
     enter, leave = (GatherTokens, ReduceScatterTokens) if sequence else (_SumGradient, _Sum)
     for region in _modules(module, plan.regions):
         region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)
@@ -138,12 +137,12 @@ def _hook_modules(module: TrainModule, plan: TPPlan, cuts: dict[str, ShardSpec],
         share_bias(layer, axis.size)
     for name, spec in plan.joined.items():
         norm = module.get_submodule(name)
-        width = sum(part.size for part in spec.segments)
-        joined = tp_shard_spec(name, (width,), spec, axis)
-        norm.register_forward_pre_hook(lambda _, args, joined=joined: (_JoinFeatures.apply(args[0], joined), *args[1:]))
-        norm.register_forward_hook(lambda _, __, output, joined=joined: _along_last_dim(joined, output).take(output))
+        width = sum(segment.size for segment in spec.segments)
+        cut = tp_shard_spec(name, (width,), spec, axis)
+        norm.register_forward_pre_hook(lambda _, args, cut=cut: (_JoinFeatures.apply(args[0], cut), *args[1:]))
+        norm.register_forward_hook(lambda _, __, output, cut=cut: _along_last_dim(cut, output).take(output))
     for attention in _modules(module, plan.attention):
-        _count_own_heads(attention, axis.size)
+        _count_local_heads(attention, axis.size)
     for name, mixer in plan.mixers.items():
         module.mixers[name].shard = MixerShard(mixer, axis.rank, axis.size, axis.neighbours, stored=True)
     for name, adapter in module.named_modules():
@@ -153,12 +152,12 @@ def _hook_modules(module: TrainModule, plan: TPPlan, cuts: dict[str, ShardSpec],
 
 
 def _modules(module: nn.Module, names: list[str]) -> list[nn.Module]:
-    """The modules of these names, each once: layers may share a block, which then has several names."""
+    """The modules of these names, without repetitions. A block that layers share has several names."""
     return list({id(child): child for child in map(module.get_submodule, names)}.values())
 
 
 def _enter(ranks: Communicator, operation: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """A pre-hook that applies `operation` to the hidden states: the first argument, or the one of that name."""
+    """A pre-hook that applies `operation` to the first argument, or else to the argument `hidden_states`."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         if args:
@@ -169,6 +168,8 @@ def _enter(ranks: Communicator, operation: type[torch.autograd.Function]) -> Cal
 
 
 def _leave(ranks: Communicator, operation: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """A hook that applies `operation` to the output, or to the first element of a tuple."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
             return (operation.apply(output[0], ranks), *output[1:])
@@ -178,7 +179,8 @@ def _leave(ranks: Communicator, operation: type[torch.autograd.Function]) -> Cal
 
 
 class _SumGradient(torch.autograd.Function):
-    """f: identity on the input of divided layers. Backward sums the gradients, each of which is of one rank's part."""
+    """f: the identity on the input of sharded layers. Backward sums the ranks' gradients, because each rank has the
+    gradient through its shards only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -191,7 +193,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """g: the sum of the ranks' outputs of divided layers. Its gradient is the same on all ranks."""
+    """g: the sum of the ranks' outputs of sharded layers. Its gradient is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -203,7 +205,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _JoinFeatures(torch.autograd.Function):
-    """[..., this rank's features] -> [..., all features], for norms over all heads (olmo2's q_norm)."""
+    """[..., local features] -> [..., all features], for norms over all heads (olmo2's q_norm)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: ShardSpec) -> Tensor:
@@ -214,21 +216,22 @@ class _JoinFeatures(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cut: ShardSpec = ctx.cut
         local = _along_last_dim(cut, grad).take(all_reduce(grad, cut.ranks))
-        return local / cut.copies[0], None  # several ranks with the same features sum their gradients again
+        # If copies > 1, ranks with equal features sum their gradients once more, in sum_partial_gradients.
+        return local / cut.copies[0], None
 
 
 def _along_last_dim(cut: ShardSpec, x: Tensor) -> ShardSpec:
-    """The cut of a vector, as a cut of the last dimension of activations like `x`."""
+    """The shards of a vector, as shards of activations like `x` along their last dimension."""
     return replace(cut, shape=(*x.shape[:-1], *cut.shape), dim=x.ndim - 1)
 
 
 def _take_last_dim(cut: ShardSpec, x: Tensor) -> Tensor:
-    """[..., inputs] -> [..., this rank's inputs]. cut: of a matrix A of adapters, which is cut by its columns."""
+    """[..., inputs] -> [..., local inputs]. cut: shards of a matrix A of adapters, along its columns."""
     return replace(cut, shape=tuple(x.shape), dim=x.ndim - 1).take(x)
 
 
 def share_bias(module: nn.Module, ranks: int) -> None:
-    """Make a bias that every rank adds count once: each rank subtracts its surplus."""
+    """Hook a layer whose output is summed over ranks, so that its bias counts once: each rank adds 1 / ranks of it."""
     share = 1.0 / ranks - 1.0
 
     def linear(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -237,16 +240,16 @@ def share_bias(module: nn.Module, ranks: int) -> None:
     if hasattr(module, "bias"):
         module.register_forward_hook(linear)
     else:
-        module.weft_bias_share = 1.0 / ranks  # read by experts_forward
+        module.weft_bias_share = 1.0 / ranks  # experts_forward reads it
         use_experts_forward(module)
 
 
 _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "split_size")
 
 
-def _count_own_heads(attention: Any, ranks: int) -> None:
-    """Set the head counts of a module and of a copy of its config to this rank's, because the code of some families
-    reads them instead of shapes."""
+def _count_local_heads(attention: Any, ranks: int) -> None:
+    """Set the head counts of a module, and of a copy of its config, to this rank's. The code of some families reads
+    these instead of shapes."""
     attention.config = copy.copy(getattr(attention, "config", None))
     for owner in (attention, attention.config):
         for name in _COUNTS:
@@ -258,8 +261,8 @@ def _count_own_heads(attention: Any, ranks: int) -> None:
 def divide_vocabulary(
     module: TrainModule, cuts: dict[str, ShardSpec], axis: TPAxis, total: type[torch.autograd.Function]
 ) -> None:
-    """Divide embedding and head. Token ids of other ranks' rows embed to zeros, and `total` sums the outputs; the head
-    gets its shard of the vocabulary."""
+    """Hook embedding and head to use their shards of the vocabulary. The embedding of a token of another rank is zero,
+    and `total` sums the outputs over the ranks."""
     embedding: Any = module.get_submodule(module.facts.embedding)
     cut = cuts[f"{module.facts.embedding}.weight"]
     ((first, count),) = cut.ranges[cut.rank]
@@ -285,23 +288,24 @@ def divide_vocabulary(
 
 
 def random_difference(axis: TPAxis, device: torch.device) -> float:
-    """This rank's term of a sum over the ranks of tp that is 0 if all have the same random state."""
+    """This rank's term of a sum over the ranks of tp. The sum is 0 if all ranks have the same random state."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return float(checksum_term(zlib.crc32(state.numpy().tobytes()) & 0xFFFFFF, axis.rank, axis.size))
 
 
 @torch.no_grad()
 def sum_partial_gradients(module: nn.Module, divided: TensorParallel) -> None:
-    """Sum the gradients in `divided.partial` over the ranks, once per step. Collective over the axis."""
+    """Sum the gradients of the parameters in `divided.partial` over the ranks, once per step. Collective over tp."""
     cuts, partial = divided.cuts, divided.partial
     buckets: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if name in partial and parameter.grad is not None:
-            for copies, part in split(parameter, local_shard(parameter.grad), cuts[name]):
+            for copies, gradient in split(parameter, local_shard(parameter.grad), cuts[name]):
                 if copies > 1:
-                    buckets.setdefault((partial[name][copies], part.dtype), []).append(part)
-    for (ranks, _), parts in buckets.items():
-        flat = torch.cat([part.reshape(-1) for part in parts])
+                    buckets.setdefault((partial[name][copies], gradient.dtype), []).append(gradient)
+    for (ranks, _), gradients in buckets.items():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         ranks.sum_(flat)
-        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total.view_as(part))
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, total in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(total.view_as(gradient))

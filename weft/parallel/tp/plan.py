@@ -1,7 +1,7 @@
-"""How tensor parallelism divides each parameter: rules on the module tree, for any family.
+"""How tensor parallelism shards each parameter: rules on the module tree, for any family.
 
-The first linear layers of attention or an MLP are divided by outputs (heads, intermediate width), the last by inputs.
-A matrix that no rule knows is an error with its name.
+The first linear layers of attention or an MLP are sharded by outputs (heads, intermediate width), the last by inputs. A
+matrix that matches no rule is an error, which names it.
 """
 
 from __future__ import annotations
@@ -25,33 +25,32 @@ from weft.models.segments import DimSegment, TPSpec
 from weft.models.train_module import ScoreHead, TrainModule
 
 QUERY = ("q_proj", "q_b_proj")
-GATES = ("gate_proj", "g_proj")  # gates of the heads' outputs
+GATES = ("gate_proj", "g_proj")  # gates on the outputs of heads
 KEY_VALUE = ("k_proj", "v_proj")
-LATENT = ("kv_b_proj",)  # MLA: keys and values of every head from one latent
-FUSED = ("qkv_proj", "c_attn")  # all queries, then all keys, then all values
-MIXED = ("query_key_value",)  # head by head, or group by group: queries, then key and value
+LATENT = ("kv_b_proj",)  # MLA: computes keys and values of every head from one latent vector
+FUSED = ("qkv_proj", "c_attn")  # rows: all queries, then all keys, then all values
+MIXED = ("query_key_value",)  # rows, for each head or group of heads: queries, then key and value
 GATE_UP = ("gate_proj", "up_proj", "c_fc", "fc1", "dense_h_to_4h", "w1", "w3")
 FUSED_GATE_UP = ("gate_up_proj", "input_linear")
 OUT = ("o_proj", "out_proj", "dense", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "output_linear")
-# Matrices that stay whole on every rank: low-rank entries of MLA, routers, gates of shared experts, per-layer inputs
-# (gemma4), the projection of a shared block's output (zamba2).
+# Matrices that are complete on every rank: the first low-rank factors of MLA, routers, gates of shared experts,
+# per-layer inputs (gemma4), the projection of a shared block's output (zamba2).
 REPLICATED = (
     "q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "per_layer_input_gate",
     "per_layer_projection", "linear",
 )  # fmt: skip
-_LAYER = re.compile(r"DecoderLayer$")  # also a layer inside of a layer (zamba2)
+_LAYER = re.compile(r"DecoderLayer$")  # class of a layer inside a layer (zamba2)
 _ADDITIONS = "_adapter_list"
-# Intermediate widths are divided in units of so many columns, because grouped matmuls need rows aligned to 16 bytes.
-_COLUMNS = 8
+_COLUMNS = 8  # intermediate widths are split at multiples of this: grouped matmuls need rows aligned to 16 bytes
 
 
 @dataclass(frozen=True)
 class TPPlan:
-    """How tp divides a model.
+    """How tp shards a model.
 
-    specs: parameter -> its division. regions: modules that compute with divided weights, whose outputs are summed.
-    biased: modules whose bias every rank would add. joined: norm over all heads together -> the
-    division of its input. attention: attention modules. mixers: divided mixers that carry state.
+    specs: name of a parameter -> how it is sharded. regions: modules that compute with sharded weights, and whose
+    outputs are summed. biased: modules whose bias every rank would add. joined: a norm over all heads together -> how
+    its input is sharded. attention: attention modules. mixers: sharded mixers with state.
     """
 
     specs: dict[str, TPSpec] = field(default_factory=dict)
@@ -63,10 +62,8 @@ class TPPlan:
 
 
 def find_tp_plan(module: TrainModule, config: PretrainedConfig, ranks: int) -> TPPlan:
-    """The division of all parameters. Raises UserError, with the parameter's name, if no rule knows a matrix.
-
-    ranks: size of mesh.tp. Mixers whose heads do not divide by it stay whole.
-    """
+    """How tp shards all parameters. ranks: size of mesh.tp. Mixers whose number of heads it does not divide are not
+    sharded. Raises UserError, with the parameter's name, if a matrix matches no rule."""
     plan = TPPlan()
     specs = plan.specs
     embedding = module.get_submodule(module.facts.embedding)
@@ -79,30 +76,29 @@ def find_tp_plan(module: TrainModule, config: PretrainedConfig, ranks: int) -> T
     specs.update(_adapter_specs(module, specs))
     mixers = tuple(f"{name}." for name in module.mixers)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name not in specs and parameter.ndim > 1 and not name.startswith(mixers) and not _is_whole(name, module):
+        if name not in specs and parameter.ndim > 1 and not name.startswith(mixers) and not _may_stay(name, module):
             raise UserError(
-                f"mesh.tp: weft does not know how {name} {list(parameter.shape)} of {module.facts.model_type} can be "
-                "divided: set mesh.tp=1."
+                f"mesh.tp: weft has no rule to shard {name} {list(parameter.shape)} of {module.facts.model_type}. Set "
+                "mesh.tp=1."
             )
         specs.setdefault(name, TPSpec())
     return plan
 
 
 def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[str], ranks: int) -> None:
-    """Raises UserError if a readout `hidden/MODULE` names a module inside one that is divided over ranks. names: the
-    MODULEs."""
+    """Raise UserError if a readout `hidden/MODULE` names a module inside a sharded block. names: the MODULEs."""
     for region in find_tp_plan(module, config, ranks).regions if names else ():
         inside = next((name for name in names if name.startswith(f"{region}.")), None)
         if inside is not None:
             raise UserError(
-                f"train.loss: `hidden/{inside}` in `readouts`: with mesh.tp above 1 each rank has a part of what "
-                f"is inside of {region}. Read {region} or its layer, or set mesh.tp=1."
+                f"train.loss: `hidden/{inside}` in `readouts` is inside {region}, which mesh.tp shards, so each rank "
+                f"has only a part of its output. Read {region} or its layer, or set mesh.tp=1."
             )
 
 
 def _adapter_specs(module: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
-    """Adapters: B is divided as the weight's outputs are, or A as its inputs are; the other matrix is whole. specs: of
-    the weights."""
+    """How adapters are sharded: B like the outputs of its weight, or A like the inputs. The other matrix is complete on
+    every rank. specs: of the weights."""
     for name, child in module.named_modules():
         if not isinstance(child, LowRank):
             continue
@@ -122,8 +118,8 @@ def _outputs_dim(owner: Any) -> int:
     return 1 if hf.is_transposed(owner) or isinstance(owner, nn.Embedding) else 0
 
 
-def _is_whole(name: str, module: TrainModule) -> bool:
-    """Whether a matrix may stay whole: if REPLICATED names it, or it is outside the decoder layers."""
+def _may_stay(name: str, module: TrainModule) -> bool:
+    """Whether a matrix may be complete on every rank: it is in REPLICATED, or outside the decoder layers."""
     inside = name.removeprefix(f"{module.facts.layers}.")
     return inside == name or not set(REPLICATED).isdisjoint(inside.split("."))
 
@@ -144,7 +140,8 @@ def _add_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int
 
 
 def _addition_specs(name: str, block: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
-    """The low-rank pairs that a shared block adds to its projections for each layer that runs it (zamba2)."""
+    """Specs of the low-rank pairs that a shared block (zamba2) adds to its projections. It has one pair for each layer
+    that runs it."""
     for path, module in block.named_modules(prefix=name):
         owner, _, leaf = path.rpartition(".")
         if leaf.endswith(_ADDITIONS):
@@ -216,17 +213,18 @@ def _mixed(name: str, linear: nn.Module, heads: int, pairs: int, config: Pretrai
 def _norm_specs(
     path: str, leaf: str, norm: nn.Module, attention: nn.Module, counts: tuple[int, int], plan: TPPlan
 ) -> Iterator[tuple[str, TPSpec]]:
-    """A norm of queries or keys: per head, with a shared weight (whole) or one per head; or over all heads."""
+    """Specs of a norm of queries or keys. A norm per head has one weight for all heads, which is not sharded, or a
+    weight per head. A norm over all heads is added to plan.joined."""
     projection = getattr(attention, f"{leaf[0]}_proj", None)
     weight = getattr(norm, "weight", None)
     if projection is None or weight is None:
         return
     outputs, count = hf.linear_widths(projection)[1], counts[leaf[0] == "k"]
-    part = DimSegment(count, outputs // count, heads=True, repeat=leaf[0] == "k")
+    segment = DimSegment(count, outputs // count, heads=True, repeat=leaf[0] == "k")
     if weight.ndim == 2 and weight.numel() == outputs:
-        yield f"{path}.weight", TPSpec(0, (DimSegment(count, 1, heads=True, repeat=part.repeat),))
+        yield f"{path}.weight", TPSpec(0, (DimSegment(count, 1, heads=True, repeat=segment.repeat),))
     elif tuple(weight.shape) == (outputs,) and count > 1:
-        plan.joined[path] = TPSpec(0, (part,))
+        plan.joined[path] = TPSpec(0, (segment,))
 
 
 def _mlp_specs(name: str, module: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
@@ -241,7 +239,7 @@ def _mlp_specs(name: str, module: nn.Module, plan: TPPlan) -> Iterator[tuple[str
 
 
 def _expert_specs(name: str, experts: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
-    """The division of experts whose weights are one tensor: [experts, out, in], or transposed, [experts, in, out]."""
+    """Specs of experts whose weights are stacked: [experts, out, in], or transposed [experts, in, out]."""
     if hf.is_fused_experts(experts):
         transposed = experts.is_transposed
     else:  # weights are [experts, in, 2 x width] and [experts, width, out] if transposed
@@ -265,7 +263,8 @@ def _expert_specs(name: str, experts: nn.Module, plan: TPPlan) -> Iterator[tuple
 
 
 def _columns(width: int, elements: int = 1) -> DimSegment:
-    """`width` columns of `elements` elements, in items of _COLUMNS columns if that divides the width."""
+    """A segment of `width` columns with `elements` elements each. It can be split at multiples of _COLUMNS columns, or
+    at every column if _COLUMNS does not divide the width."""
     unit = _COLUMNS if width % _COLUMNS == 0 else 1
     return DimSegment(width // unit, unit * elements)
 
@@ -292,5 +291,8 @@ def _width(name: str, linear: nn.Module, count: int) -> int:
 
 def _exactly(name: str, total: int, count: int) -> int:
     if total % count:
-        raise UserError(f"mesh.tp: {name} is {total} wide, which is no multiple of {count}: set mesh.tp=1.")
+        raise UserError(
+            f"mesh.tp: {name} has a width of {total}, which is not a multiple of {count}, so weft cannot split it by "
+            "heads. Set mesh.tp=1."
+        )
     return total // count

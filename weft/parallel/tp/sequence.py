@@ -1,8 +1,8 @@
-"""Sequence parallelism: between blocks, the ranks of tp divide a row's tokens, and with them the activations of norms
-and residuals.
+"""Sequence parallelism: between blocks, each rank of tp has a part of a row's tokens. This shards the activations of
+norms and residuals.
 
-A block all-gathers its input and reduce-scatters its output, which together send as much as an all-reduce of the output
-(Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). B batch, T tokens of a row, H hidden width.
+A block all-gathers its input and reduce-scatters its output. Together they send as many bytes as an all-reduce of the
+output (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). B batch, T tokens of a row, H hidden width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.ops.recompute import reuse_in_recompute
 
 
 class GatherTokens(torch.autograd.Function):
-    """[B, T / ranks, H] -> [B, T, H]; backward reduce-scatters."""
+    """All-gather, [B, T / ranks, H] -> [B, T, H]. Backward reduce-scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -30,7 +30,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ReduceScatterTokens(torch.autograd.Function):
-    """[B, T, H] -> this rank's tokens of the sum, [B, T / ranks, H]; backward gathers."""
+    """Reduce-scatter, [B, T, H] -> [B, T / ranks, H]: the sum over ranks, at this rank's tokens. Backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -43,8 +43,8 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 
 class _JoinTokens(torch.autograd.Function):
-    """[B, T / ranks, H] -> [B, T, H], for computations that all ranks repeat: every rank then has the whole gradient,
-    and backward takes its own tokens' part."""
+    """All-gather, [B, T / ranks, H] -> [B, T, H], before computations that all ranks repeat. Every rank then has the
+    complete gradient, so backward selects the gradient of this rank's tokens and sums nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, rank: int) -> Tensor:
@@ -57,17 +57,17 @@ class _JoinTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, ranks: Communicator) -> Tensor:
-    """[B, T, H]: all ranks' tokens in order."""
+    """[B, T, H]: the tokens of all ranks, in order. x: [B, T / ranks, H]. Collective."""
     return torch.cat(ranks.all_gather(x.contiguous()), 1)
 
 
 def reduce_scatter_tokens(x: Tensor, ranks: Communicator) -> Tensor:
-    """[B, T / ranks, H]: this rank's tokens of the sum."""
+    """[B, T / ranks, H]: the sum over ranks, at this rank's tokens. x: [B, T, H]. Collective."""
     return ranks.reduce_scatter(x.transpose(0, 1)).transpose(0, 1)
 
 
 def join_last_states(base: nn.Module, ranks: Communicator, rank: int) -> None:
-    """Make a base model return the last hidden states of all tokens, instead of this rank's."""
+    """Hook a base model to return the last hidden states of all tokens instead of this rank's tokens."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = _JoinTokens.apply(output.last_hidden_state, ranks, rank)
