@@ -111,12 +111,12 @@ def _padded(size: int) -> int:
 def _cut(chunks: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
     offset = 0
     for size in sizes:
-        pieces, done = [], 0
-        while done < size:
-            chunk, start = divmod(offset + done, CHUNK)
-            count = min(size - done, CHUNK - start)
+        pieces, filled = [], 0
+        while filled < size:
+            chunk, start = divmod(offset + filled, CHUNK)
+            count = min(size - filled, CHUNK - start)
             pieces.append(chunks[chunk][start : start + count])
-            done += count
+            filled += count
         yield pieces
         offset += _padded(size)
 

@@ -66,8 +66,8 @@ class MetricSums:
     ) -> Reduced:
         """Like `reduce`, without waiting for the device. further: [n] fp64 on the host, which is summed with it."""
         names = sorted(self._sums)
-        same = {**(equal or {}), "metrics of the step": ", ".join(names)}
-        vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
+        checked = {**(equal or {}), "metrics of the step": ", ".join(names)}
+        vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(checked)])
         count, ranks = len(vector), 1
         if further is not None:
             vector = torch.cat([vector, _moved(further, vector.device)])
@@ -75,7 +75,7 @@ class MetricSums:
             with waiting():
                 dist.all_reduce(vector, group=group)
             ranks = dist.get_world_size(group)
-        return Reduced(names, vector[:count], same, ranks, group, vector[count:])
+        return Reduced(names, vector[:count], checked, ranks, group, vector[count:])
 
 
 @dataclass(frozen=True)

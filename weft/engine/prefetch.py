@@ -28,8 +28,8 @@ def prefetch(items: Iterable[T], make: Callable[[T], R]) -> Generator[tuple[T, F
 
     try:
         item, result = following()
-        while (this := item.result()) is not None:
+        while (finished := item.result()) is not None:
             current, (item, result) = result, following()
-            yield this, current
+            yield finished, current
     finally:
         thread.shutdown(cancel_futures=True)

@@ -120,10 +120,10 @@ def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
     """(bytes of a storage, their memory on the host), piece by piece."""
     for storage, pieces in zip(waiting.storages, waiting.allocation.pieces, strict=True):
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # all of it
-        done = 0
+        offset = 0
         for piece in pieces:
-            yield source[done : done + len(piece)], piece
-            done += len(piece)
+            yield source[offset : offset + len(piece)], piece
+            offset += len(piece)
 
 
 def tensors_of(

@@ -122,9 +122,9 @@ def head_for(head_of_teacher: TeacherHead, student: Engine) -> TeacherHead | Non
     head = student.module.head
     first = 0 if head.shard is None else head.shard.first
     part = head_of_teacher.rows(first, head_of_teacher.vocabulary if head.shard is None else len(head.weight))
-    kept = [None if x is None else x.to(student.device).clone() for x in (part.weight, part.bias)]
-    assert kept[0] is not None
-    return replace(part, weight=kept[0], bias=kept[1])
+    tensors = [None if x is None else x.to(student.device).clone() for x in (part.weight, part.bias)]
+    assert tensors[0] is not None
+    return replace(part, weight=tensors[0], bias=tensors[1])
 
 
 def with_teachers(
@@ -218,13 +218,13 @@ def exchange(
     if world == 1:
         return {index: read[index] for index in needed}
     lengths = {index: len(document) for index, document in needed.items()}
-    here = ({index: (tuple(x.shape[1:]), x.dtype) for index, x in read.items()}, lengths)
+    local = ({index: (tuple(x.shape[1:]), x.dtype) for index, x in read.items()}, lengths)
     by_rank: list[tuple[dict[int, tuple[tuple[int, ...], torch.dtype]], dict[int, int]]] = [({}, {})] * world
     if is_simulated():
-        by_rank[rank] = here
+        by_rank[rank] = local
     else:
         with waiting():
-            dist.all_gather_object(by_rank, here, group=group)
+            dist.all_gather_object(by_rank, local, group=group)
     owner: dict[int, int] = {}
     kinds: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
     for source, (kinds_there, _) in enumerate(by_rank):

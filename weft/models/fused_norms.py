@@ -26,18 +26,18 @@ EPSILON = ("variance_epsilon", "eps")  # its names in stock classes, in the orde
 def fuse_norms(module: nn.Module) -> set[str]:
     """Make RMSNorms below `module` use torch's fused kernel, if its results are equal; returns the names of their
     classes. Parameters, names and hooks stay. Call it before forward is wrapped; parameters may be on meta."""
-    same: dict[tuple[Any, float, int], bool] = {}
+    is_equal: dict[tuple[Any, float, int], bool] = {}
     fused: set[str] = set()
     for child in module.modules():
         epsilon = _epsilon(child)
         if epsilon is None:
             continue
-        kind: tuple[Any, float, int] = (type(child), epsilon, child.weight.numel())
-        if kind not in same:
-            same[kind] = is_root_mean_square(child, epsilon)
-        if same[kind]:
+        settings: tuple[Any, float, int] = (type(child), epsilon, child.weight.numel())
+        if settings not in is_equal:
+            is_equal[settings] = is_root_mean_square(child, epsilon)
+        if is_equal[settings]:
             fused.add(type(child).__name__)
-            child.__class__ = _fused(kind[0])
+            child.__class__ = _fused(settings[0])
     return fused
 
 

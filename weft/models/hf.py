@@ -272,8 +272,8 @@ def with_logits(config: PretrainedConfig) -> PretrainedConfig:
         return config
     logits = copy.deepcopy(config)
     # model_class uses it; in some families a causal LM has no vision tower.
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    logits.architectures = [whole] if whole is not None else None
+    class_name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    logits.architectures = [class_name] if class_name is not None else None
     return logits
 
 

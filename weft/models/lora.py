@@ -139,8 +139,8 @@ def parameter_of(child: str) -> str:
 
 def is_adapters(name: str) -> bool:
     """Whether the parameter of this name belongs to an adapter."""
-    holder = (["", *name.split(".")])[-2]
-    return name.endswith((".A", ".B", ".magnitude")) and (holder == "lora" or holder.startswith("lora_"))
+    parent = (["", *name.split(".")])[-2]
+    return name.endswith((".A", ".B", ".magnitude")) and (parent == "lora" or parent.startswith("lora_"))
 
 
 def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
@@ -151,12 +151,12 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
     trained = find_trained(model, [*config.modules_to_save, *heads])
     patterns = (config.targets,) if isinstance(config.targets, str) else config.targets
     targets = find_targets(model, patterns, trained)
-    others = [target for target in targets if target.kind != "linear" or target.module == find_facts(model).head]
+    unsupported = [target for target in targets if target.kind != "linear" or target.module == find_facts(model).head]
     for key, needs_linear in (("dora", config.dora), (f"init={config.init}", config.init in FROM_WEIGHTS)):
-        if needs_linear and others:
+        if needs_linear and unsupported:
             raise UserError(
-                f"lora.{key} supports only linear layers of the decoder, but lora.targets matches {others[0].name} "
-                f"({len(others)} such). Exclude these from lora.targets, or set "
+                f"lora.{key} supports only linear layers of the decoder, but lora.targets matches "
+                f"{unsupported[0].name} ({len(unsupported)} such). Exclude these from lora.targets, or set "
                 f"lora.{'dora=false' if key == 'dora' else 'init=default'}."
             )
     rank, alpha, frozen = config.rank, 2.0 * config.rank if config.alpha is None else config.alpha, 0
@@ -308,8 +308,8 @@ def first_values(name: str, shape: tuple[int, ...], seed: int, gaussian: int | N
     A is uniform within 1 / sqrt(in), or normal with the deviation 1 / gaussian, and B is 0; for an embedding A is 0 and
     B is normal. Values computed from the base's weights (parallel/adapter_values.py) are 0 here.
     """
-    *_, holder, matrix = name.split(".")
-    drawn = "B" if holder == EMBEDDING else "A"
+    *_, parent, matrix = name.split(".")
+    drawn = "B" if parent == EMBEDDING else "A"
     if matrix != drawn:
         return torch.zeros(shape)
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()

@@ -103,9 +103,9 @@ class LowRank(nn.Module):
         if self.kept_norm is not None:
             return self.kept_norm
         dtype = self.A.dtype
-        whole = weight.dequantised(dtype) if isinstance(weight, QuantisedWeight) else weight
-        rows = max(1, _SLAB // whole.shape[1])
-        slabs = zip(whole.split(rows), self.B.split(rows), strict=True)
+        values = weight.dequantised(dtype) if isinstance(weight, QuantisedWeight) else weight
+        rows = max(1, _SLAB // values.shape[1])
+        slabs = zip(values.split(rows), self.B.split(rows), strict=True)
         sums = [torch.addmm(w.to(dtype), b, self.A, alpha=self.scale).float().square().sum(1) for w, b in slabs]
         squares = torch.cat(sums)
         return (squares if self._sum is None else self._sum(squares)).sqrt().to(dtype)

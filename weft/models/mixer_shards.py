@@ -365,14 +365,14 @@ def _slice(tensor: Tensor, spec: TPSpec, shard: MixerShard) -> Tensor:
 
 def _joined(ranges: list[Range]) -> list[Range]:
     """The ranges with adjacent ones joined, so that contiguous elements are not copied."""
-    joined = ranges[:1]
+    merged = ranges[:1]
     for first, size in ranges[1:]:
-        before, length = joined[-1]
-        if before + length == first:
-            joined[-1] = (before, length + size)
+        start, length = merged[-1]
+        if start + length == first:
+            merged[-1] = (start, length + size)
         else:
-            joined.append((first, size))
-    return joined
+            merged.append((first, size))
+    return merged
 
 
 def _cut_adapter(adapter: Any, weight: TPSpec, shard: MixerShard) -> None:

@@ -152,16 +152,16 @@ class Head(nn.Module):
         """Readouts of single logits. The target is one more chosen token, whose logit gives `logprob`."""
         tops = [name for name in readouts if name.startswith(TOP)]
         ids = targets_N[:, None] if chosen_NC is None else torch.cat([targets_N[:, None], chosen_NC], 1)
-        got = selected_logits(
+        selected = selected_logits(
             hidden_NH, weight, self.bias, ids, self.transform,
             top=ReadoutSpec.parse(tops).top, temperature=self.temperature, shard=self.shard,
         )  # fmt: skip
-        out = {"logprob": got.chosen[:, 0] - got.logsumexp, "logsumexp": got.logsumexp}
+        out = {"logprob": selected.chosen[:, 0] - selected.logsumexp, "logsumexp": selected.logsumexp}
         if chosen_NC is not None:
-            out["chosen_logits"] = got.chosen[:, 1:].clone()  # FSDP's hooks do not work on a view
+            out["chosen_logits"] = selected.chosen[:, 1:].clone()  # FSDP's hooks do not work on a view
         for name in tops:
             count = name.removeprefix(TOP)
-            out |= {name: got.top[:, : int(count)].clone(), TOP_IDS + count: got.top_ids[:, : int(count)]}
+            out |= {name: selected.top[:, : int(count)].clone(), TOP_IDS + count: selected.top_ids[:, : int(count)]}
         return out
 
 

@@ -170,7 +170,7 @@ def _inside(base: nn.Module, facts: Facts) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _within(name: str, outer: Iterable[str]) -> bool:
-    return any(name.startswith(f"{holder}.") for holder in outer)
+    return any(name.startswith(f"{module}.") for module in outer)
 
 
 def count_features(base: nn.Module, inputs: Mapping[str, Tensor]) -> int:

@@ -161,11 +161,11 @@ def build_row(
     every rank runs the same collectives.
     """
     chosen = [documents[index] for index in indices]
-    used = sum(read if segments is None else segments.lengths)
+    tokens_used = sum(read if segments is None else segments.lengths)
     token_index = _TokenIndex.of_documents(document_offsets(read, length, layout), read)
     if layout == "packed":
-        tail = length - used
-        assert tail >= 0, f"documents of {used} tokens do not fit a row of {length} tokens"
+        tail = length - tokens_used
+        assert tail >= 0, f"documents of {tokens_used} tokens do not fit a row of {length} tokens"
         lengths = (*(read if segments is None else segments.lengths), *([tail] if tail else []))
         shape, bounds = (1, length), Bounds.packed(lengths, torch.device("cpu"))
         if segments is not None:
@@ -197,7 +197,7 @@ def build_row(
         bounds=bounds,
         owner_M=owner_M if owners else None,
         routes=_routes(chosen, token_index, read, ids.numel()),
-        real_tokens=used,
+        real_tokens=tokens_used,
         real_K=None if layout == "packed" else token_index.row_K,
         **({} if noise is None else _noise(indices, chosen, token_index, shape, noise)),
         **media,
@@ -263,8 +263,10 @@ def with_images_of_their_own(
     by_position: dict[int, int] = {}
     for number, (document, row_T) in enumerate(zip(documents, rows_T, strict=True)):
         if document.media is not None:
-            shown = vision.token_types(document.tokens[: len(row_T)]).nonzero().flatten() if shared else row_T[:0]
-            position = int(row_T[shown[0]]) if len(shown) else sum(map(len, rows_T)) + number
+            image_tokens = (
+                vision.token_types(document.tokens[: len(row_T)]).nonzero().flatten() if shared else row_T[:0]
+            )
+            position = int(row_T[image_tokens[0]]) if len(image_tokens) else sum(map(len, rows_T)) + number
             by_position.setdefault(position, number)
     return [by_position[position] for position in sorted(by_position)]
 
@@ -299,8 +301,10 @@ def build_positions(
         positions = torch.arange(shape[1]).repeat(shape[0])
     else:
         # Padding gets no position beyond those of documents: some rotary tables depend on the row's largest position.
-        highest, used = max([2, *read]), int(token_index.row_K.max()) + 1 if len(token_index.row_K) else 0
-        positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
+        highest, real_tokens = max([2, *read]), int(token_index.row_K.max()) + 1 if len(token_index.row_K) else 0
+        positions = torch.cat(
+            [torch.zeros(real_tokens, dtype=torch.int64), torch.arange(shape[1] - real_tokens) % highest]
+        )
     positions[token_index.row_K] = token_index.token_K
     if any(document.positions is not None and document.positions.ndim == 2 for document in documents):
         positions = positions.repeat(3, 1)  # in time, height and width; equal for text
@@ -469,10 +473,10 @@ def document_checksums(
         checksums.append(ReplicaChecksum(name, number, *same))
     for index in plan.shared_documents(micro_batch, rank):
         if index in row.documents:
-            document, holders = documents[index], plan.ranks_with(micro_batch, rank, index)
+            document, ranks = documents[index], plan.ranks_with(micro_batch, rank, index)
             number = _crc([document.tokens, document.weights, *document.arrays.values()])
             checksums.append(
-                ReplicaChecksum(f"document {document.source or index}", number, holders.index(rank), len(holders))
+                ReplicaChecksum(f"document {document.source or index}", number, ranks.index(rank), len(ranks))
             )
     return tuple(checksums)
 

@@ -56,9 +56,9 @@ def check_normaliser(value: Any, objective: Loss) -> float:
     if loss weights are; such a step is skipped like every step with a loss that is not finite."""
     if _is_number(value) and float(value) != 0.0:
         return float(value)
-    shown = float(value) if _is_number(value) else _in_words(value)
+    text = float(value) if _is_number(value) else _in_words(value)
     raise UserError(
-        f"train.loss: normaliser(plan) of {type(objective).__name__} returns {shown}; it must be a number other "
+        f"train.loss: normaliser(plan) of {type(objective).__name__} returns {text}; it must be a number other "
         "than zero, the divisor of the whole step's loss sum, such as plan.totals.weight or 1.0."
     )
 

@@ -213,11 +213,11 @@ class PolicyLoss:
 
     def _entropy_share(self, batch: Batch) -> Tensor | float:
         """Factor on each token's entropy, [N] or 1, that replaces the loss's aggregation by rl.entropy_aggregation."""
-        how = self.config.entropy_aggregation
-        if how is None:
+        aggregation = self.config.entropy_aggregation
+        if aggregation is None:
             return 1.0
         entropies = torch.full_like(batch.weights_N, 1 / self._tokens)
-        if how == "sequence_mean":
+        if aggregation == "sequence_mean":
             count = batch.per_token_document_sum(torch.ones_like(batch.weights_N))
             entropies = 1 / (count * self._samples)
         return entropies * self._divisor / batch.weights_N

@@ -143,9 +143,9 @@ def check_kernel(
     if kernel == "auto":
         return
     if implementation(config, kernel) != f"weft_{kernel}" or not support.attends:
-        how = "computes attention in its own code" if support.attends else "has no attention"
+        reason = "computes attention in its own code" if support.attends else "has no attention"
         raise UserError(
-            f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} {how}. "
+            f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} {reason}. "
             "Set model.attention=auto."
         )
     unserved: dict[str, list[Traits]] = {

@@ -60,8 +60,8 @@ def _kinds(model: PreTrainedModel, numbering: frozenset[str] | None) -> LayerKin
         frozenset((name, _meaning(value, name in numbering)) for name, value in statements.items())
         for statements in facts_by_layer
     )
-    others = (type(module).__name__ for name, module in model.named_modules() if not f"{name}.".startswith(f"{path}."))
-    return LayerKinds(layers, frozenset(others), numbering)
+    outside = (type(module).__name__ for name, module in model.named_modules() if not f"{name}.".startswith(f"{path}."))
+    return LayerKinds(layers, frozenset(outside), numbering)
 
 
 def _facts(layer: nn.Module) -> dict[str, Any]:

@@ -191,10 +191,10 @@ class _Refinement:
         fall = np.minimum(shift, costs[leader] - costs[leader + 1])
         # A row of the same micro-batch may rise to just below the leader; a row of another micro-batch may rise to that
         # one's leader.
-        same = row // ranks == leader // ranks
-        ceiling = np.where(same, costs[leader], costs[(row // ranks) * ranks])
+        same_micro_batch = row // ranks == leader // ranks
+        ceiling = np.where(same_micro_batch, costs[leader], costs[(row // ranks) * ranks])
         rise = shift - (ceiling - costs[row])
-        return np.where(same, np.minimum(fall, -rise), fall - np.maximum(rise, 0))
+        return np.where(same_micro_batch, np.minimum(fall, -rise), fall - np.maximum(rise, 0))
 
     def _exchange(self, leader: int, row: int, give: int, take: int) -> None:
         for index, source, target in ((give, leader, row), (take, row, leader)):

@@ -130,34 +130,34 @@ def depth_first(documents: Sequence[DocumentMeta], indices: Sequence[int], level
 def tree_tokens(documents: Sequence[DocumentMeta], indices: Collection[int]) -> int:
     """The tokens that a forward of these documents in one row reads."""
     nodes: dict[int, int] = {}
-    alone = 0
+    unshared = 0
     for index in indices:
         document = documents[index]
         if not document.path:
-            alone += document.read
+            unshared += document.read
             continue
         start = 0
         for node in document.path:
             nodes[node.digest] = node.end - start
             start = node.end
-    return alone + sum(nodes.values())
+    return unshared + sum(nodes.values())
 
 
 def tree_cost(documents: Sequence[DocumentMeta], costs: Sequence[float], indices: Collection[int]) -> float:
     """The cost of these documents in one row: the sum over nodes of the additional cost of a node."""
     nodes: dict[int, float] = {}
-    alone = list[float]()
+    unshared = list[float]()
     for index in indices:
         document = documents[index]
         if not document.path:
-            alone.append(costs[index])
+            unshared.append(costs[index])
             continue
         before = 0.0
         for node in document.path:
             price = node.cost or float(node.end)
             nodes.setdefault(node.digest, price - before)
             before = price
-    return math.fsum([*alone, *nodes.values()])
+    return math.fsum([*unshared, *nodes.values()])
 
 
 def segments_of(documents: Sequence[DocumentMeta], alone: Collection[int] = ()) -> Segments | None:
