@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from weft import cli
 from weft.config.load import load_config
 from weft.config.recompute import policy_of
 from weft.config.schema import SftConfig
+from weft.config.validate import check_config
+from weft.engine.config import EngineConfig
 from weft.errors import UserError
 from weft.launch.machine import ACCELERATORS, Accelerator
 from weft.recipes import sft
-from weft.recipes.plan.account import Situation, chosen_recompute, knobs
+from weft.recipes.plan.account import Situation, knobs, with_chosen_recompute
+from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import Choice
+from weft.recipes.plan.machines import machine_of
+from weft.recipes.plan.search import Search, search
 
 ROOT = Path(__file__).parents[2]
 H100 = ACCELERATORS["h100-80gb"]
@@ -85,11 +91,38 @@ def test_each_proposal_is_taken_as_it_is_printed_and_saves_what_it_says(case: st
 def test_auto_takes_the_least_time_of_what_fits(checkout: Path) -> None:
     chosen = []
     for gib in (200, 80, 40, 24, 1):
-        policy, line = chosen_recompute(config_of("model.recompute=auto"), 8, "cpu", replace(H100, memory=gib << 30))
-        chosen.append(str(policy_of(policy) or "none"))
+        config, line = with_chosen_recompute(
+            config_of("model.recompute=auto"), 8, "cpu", replace(H100, memory=gib << 30)
+        )
+        chosen.append(str(policy_of(config.model.recompute) or "none"))
         assert ("nothing fits" in line) == (gib == 1)
-    assert chosen[0] == "none" and chosen[-1] == "full"
+    assert chosen[0] == "none"
     assert chosen[1:4] == ["{keep: [attention], every: 2}", "selective", "{keep: [attention], every: 1}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gibs"),
+    [
+        (["step.max_tokens_per_device=65536"], (200, 40, 20)),  # tiles, that tiled_mlp=auto takes; offload
+        (["step.max_tokens_per_device=16384"], (40,)),  # tiles that it does not take by itself
+        (["step.max_tokens_per_device=16384", "model.compile=true"], (40,)),
+        (["step.max_tokens_per_device=16384", "model.offload_activations=inputs"], (80,)),
+    ],
+)
+def test_auto_takes_what_the_search_proposes(words: list[str], gibs: Sequence[int], checkout: Path) -> None:
+    """The settings of the same mesh that are first in `weft plan --search`; the config allows them."""
+    given = ["data.path=examples/chat.jsonl", "data.max_length=null", "model.recompute=auto", "mesh.dp_shard=1", *words]
+    config = load_config(["examples/sft_qwen3_0.6b.yaml"], given, SftConfig, weights=False)
+    length = config.step.max_tokens_per_device
+    for gib in gibs:
+        small = replace(H100, memory=gib << 30)
+        auto, _ = with_chosen_recompute(config, 1, "cpu", small)
+        stated = replace(config, model=replace(config.model, recompute="full"))
+        model = Blueprint(EngineConfig.from_config(stated), "cpu", small)
+        best = search(Search(stated, model, machine_of(small), 1, [length] * 8, stated=True)).best
+        assert not best[0].choice.changes(Choice.of(auto))
+        assert not check_config(auto)
+        assert all(not check_config(proposal.choice.apply(stated)) for proposal in best)
 
 
 def test_auto_is_named_where_nothing_chooses_it() -> None:

@@ -83,7 +83,8 @@ class ModelConfig:
         "collectives (tp, cp, ep) and of every second matmul with a weight, so none of these runs twice. A mapping "
         "has `keep`: some of attention, collectives, matmuls, and `every`: recompute every n-th layer and store "
         "everything of the others, as in {keep: [attention], every: 2}. `auto`: of the settings that fit, the fastest "
-        "by the estimate of `weft plan`; RUN/config.yaml has the choice (docs/how-to/out-of-memory.md).",
+        "by the estimate of `weft plan --search`, with model.tiled_mlp and, on an accelerator, "
+        "model.offload_activations; RUN/config.yaml has the choice (docs/how-to/out-of-memory.md).",
         "none",
         within=RECOMPUTED,
     )

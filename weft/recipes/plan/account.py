@@ -1,4 +1,4 @@
-"""The memory of a run on its ranks: an account after memory ran out, and the recomputation that fits."""
+"""The memory of a run on its ranks: an account after memory ran out, and the activations that fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from weft.config.distill_schema import DistillConfig
 from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, resolve_mesh
-from weft.config.recompute import RecomputeSetting, policy_of
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.validate import check_config
@@ -25,7 +24,7 @@ from weft.models import hf
 from weft.parallel.memory import capacity
 from weft.recipes.plan.beside import Beside
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.choices import POLICIES, Choice, choices
+from weft.recipes.plan.choices import Choice, activation_choices, choices, fitting
 from weft.recipes.plan.machines import Machine, machine_of
 from weft.recipes.plan.memory import Memory, memory_of
 from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
@@ -115,11 +114,15 @@ class Situation:
         return memory, time_of(model, chosen_mesh, rows, self.machine, choice.activations).seconds / rows.tokens
 
 
-def chosen_recompute(
-    config: SftConfig, world: int, device: Device, assumed: Accelerator | None = None
-) -> tuple[RecomputeSetting, str]:
-    """(The fastest policy that fits, a line with the reason). If none fits, the policy that needs the least memory.
-    Raises UserError in a process that is already one of several ranks."""
+def with_chosen_recompute(
+    config: Config, world: int, device: Device, assumed: Accelerator | None = None
+) -> tuple[Config, str]:
+    """The config with the settings that model.recompute=auto chooses, and a line that says why; as it is, and "", if it
+    has another value. Of the policies, tiles and offloads that fit, those that take the least time, as in
+    `weft plan --search`; those that need the least memory, if none fits. Raises UserError in a process that already is
+    one of several ranks."""
+    if config.model.recompute != "auto":
+        return config, ""
     if dist.is_initialized():
         raise UserError(
             "model.recompute=auto is chosen before the ranks form a process group, and these already have one: set "
@@ -128,32 +131,26 @@ def chosen_recompute(
     situation = Situation.of(config, world, device, assumed)
     stated, budget = Choice.of(situation.model.config), config.step.max_tokens_per_device
     room = situation.machine.usable * situation.room - situation.beside
-    options: list[tuple[float, int, RecomputeSetting]] = []
-    for policy in POLICIES:
-        keeps = policy_of(policy)
-        if config.model.compile is True and keeps is not None and keeps.keeps_operations:
-            continue
-        offload = "off" if keeps is None else config.model.offload_activations
-        model = replace(config.model, recompute=policy, offload_activations=offload)
-        memory, seconds = situation.memory_and_seconds(Choice.of(replace(config, model=model)), budget)
-        options.append((seconds, memory.fullest, policy))
-    fitting = [option for option in options if option[1] <= room and (option[2] != "none" or stated.offload == "off")]
-    _, size, policy = min(fitting) if fitting else min(options, key=lambda option: option[1])
-    words = "the fastest setting that fits" if fitting else "nothing fits, and this setting needs the least memory"
-    return policy, (
-        f"recompute model.recompute=auto is {policy}: {words}, {byte_count(size)} of {byte_count(round(room))} "
+    # On the CPU activations that go to the host would stay where they are.
+    offloads = ("off", "inputs", "kept") if situation.model.assumed is not None else (stated.offload,)
+
+    def needed(choice: Choice) -> tuple[int, float]:
+        memory, seconds = situation.memory_and_seconds(choice, budget)
+        return memory.fullest, seconds
+
+    by_policy = [
+        [c for c in options if c.offload in offloads] for options in activation_choices(situation.model.config)
+    ]
+    matches, (size, choice) = fitting([options for options in by_policy if options], needed, room)
+    if matches:
+        choice, size, _ = min(matches, key=lambda match: (match[2], match[1]))
+    words = "the fastest setting that fits" if matches else "nothing fits, and this setting needs the least memory"
+    others = [change for change in choice.overrides(situation.model.config) if "model.recompute=" not in change]
+    named = " ".join([str(choice.recompute), *others])
+    return choice.apply(config), (
+        f"recompute model.recompute=auto is {named}: {words}, {byte_count(size)} of {byte_count(round(room))} "
         "(estimated)"
     )
-
-
-def with_chosen_recompute(
-    config: Config, world: int, device: Device, assumed: Accelerator | None = None
-) -> tuple[Config, str]:
-    """The config with a model.recompute that is not auto, and a line about the choice, or "" if there was none."""
-    if config.model.recompute != "auto":
-        return config, ""
-    policy, line = chosen_recompute(config, world, device, assumed)
-    return replace(config, model=replace(config.model, recompute=policy)), line
 
 
 @dataclass(frozen=True)

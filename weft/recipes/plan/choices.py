@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from weft.config.recompute import AUTO_TILE, Activations, Offload, RecomputePolicy, RecomputeSetting, policy_of
 
+T = TypeVar("T")
 POLICIES: tuple[RecomputeSetting, ...] = (
     "none", RecomputePolicy(("attention",), 2), "selective", RecomputePolicy(("attention",)), "full",
 )  # fmt: skip
@@ -88,17 +89,7 @@ def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
     """Groups of settings. A group has the options of each recompute policy, the fastest first; policies are also
     ordered by time. The groups are tried in this order: exact settings; exact settings with the optimizer, or all
     shards, on the host; and lossy settings, alone and combined. adapters: whether LoRA adapters are trained."""
-    base = Choice.of(config)
-    policies = (*POLICIES, *([] if base.recompute in POLICIES else [base.recompute]))
-    is_untiled = config.model.compile is True or config.lora.dropout > 0
-    tiles = dict.fromkeys((base.tile, None if is_untiled else base.tile or AUTO_TILE))
-    stored = [
-        [
-            replace(base, recompute=policy, tile=tile, offload=offload)
-            for tile, offload in product(tiles, _offloads(policy))
-        ]
-        for policy in policies
-    ]
+    base, stored = Choice.of(config), activation_choices(config)
     quantises = base.state_dtype in ("auto", "fp32") and config.optimizer.name == "adamw"
     lossy: list[dict[str, Any]] = [{"state_dtype": "int8"}] if quantises else []
     if adapters and base.base == "compute":
@@ -111,6 +102,46 @@ def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
         *(options_alone | on_host[1] for options_alone in lossy),
     ]:
         yield [[replace(choice, **options) for choice in by_time] for by_time in stored]
+
+
+def activation_choices(config: Any) -> list[list[Choice]]:
+    """The config's settings with each recompute policy, tile and offload that the config allows, as in `choices`.
+    Activations that the config sends to the host stay there."""
+    base, compiled = Choice.of(config), config.model.compile is True
+    by_policy = []
+    for policy in (*POLICIES, *([] if base.recompute in POLICIES else [base.recompute])):
+        keeps = policy_of(policy)
+        if compiled and keeps is not None and keeps.keeps_operations:
+            continue
+        tile = Activations.of(replace(config, model=replace(config.model, recompute=policy))).tile
+        tiles = dict.fromkeys((tile, None if compiled or config.lora.dropout > 0 else tile or AUTO_TILE))
+        offloads = [offload for offload in _offloads(policy) if offload != "off" or base.offload == "off"]
+        if offloads:
+            given = replace(base, recompute=policy)
+            by_policy.append([replace(given, tile=tile, offload=offload) for tile, offload in product(tiles, offloads)])
+    return by_policy
+
+
+def fitting(
+    by_policy: Sequence[Sequence[Choice]], measure: Callable[[Choice], tuple[int, T]], room: float, *,
+    every_policy: bool = True,
+) -> tuple[list[tuple[Choice, int, T]], tuple[int, Choice]]:  # fmt: skip
+    """([(settings, bytes, result)] of the first settings of each policy that fit, the settings that need least and
+    their bytes). measure: returns the bytes that settings need, and a result. every_policy: also policies that come
+    after one whose first settings fit, and take more time."""
+    matches: list[tuple[Choice, int, T]] = []
+    least: tuple[int, Choice] | None = None
+    for options in by_policy:
+        for choice in options:
+            size, result = measure(choice)
+            least = (size, choice) if least is None or size < least[0] else least
+            if size <= room:  # the other options of this policy take more time
+                matches.append((choice, size, result))
+                break
+        if matches and matches[-1][0] is options[0] and not every_policy:
+            break
+    assert least is not None
+    return matches, least
 
 
 def _offloads(policy: RecomputeSetting) -> tuple[Offload, ...]:

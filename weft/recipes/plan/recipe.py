@@ -31,7 +31,7 @@ from weft.errors import UserError, first_line
 from weft.launch.machine import accelerator
 from weft.launch.options import PlanOptions
 from weft.models import hf
-from weft.recipes.plan.account import chosen_recompute
+from weft.recipes.plan.account import with_chosen_recompute
 from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_readings
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
@@ -56,11 +56,12 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     assumed = accelerator(options.assume)
     assert assumed is not None
     if config.model.recompute == "auto" and isinstance(config, SftConfig):
-        recompute: RecomputeSetting = "none"  # the search tries all policies
-        if not options.search:
-            recompute, line = chosen_recompute(config, options.ranks, "cpu", assumed)
+        if options.search:  # it tries all policies that the other settings allow
+            policy: RecomputeSetting = "none" if config.model.offload_activations == "off" else "full"
+            config = replace(config, model=replace(config.model, recompute=policy))
+        else:
+            config, line = with_chosen_recompute(config, options.ranks, "cpu", assumed)
             say(line)
-        config = replace(config, model=replace(config.model, recompute=recompute))
     machine = machine_of(
         assumed, ranks=options.machine, link=options.link, network=options.network, matmul=options.matmul,
         attention=options.attention,

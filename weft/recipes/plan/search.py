@@ -18,7 +18,7 @@ from weft.models.flops import document_flops
 from weft.parallel.pp.schedule import DELAYED, placement_of
 from weft.recipes.plan.beside import Beside, RowsOf, with_readings
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.choices import Choice, choices
+from weft.recipes.plan.choices import Choice, choices, fitting
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory, memory_of, rows_of_a_token
 from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
@@ -277,27 +277,28 @@ def _proposals(
         resident = sum(engine.resident for engine in engines)
         read = max((engine.gathered or 0 for engine in engines), default=0)
         readings = beside.readings(mesh, plan, rows, machine, rows_of)
-        fitting: list[tuple[StepTime, int, Memory, Choice]] = []
-        for options in group:
-            for choice in options:
-                memory = memory_of(model, mesh, rows, choice.activations)
-                fullest = resident + max(memory.fullest, memory.resident + read)
-                least = min(least or fullest, fullest)
-                if fullest <= room:  # the other options of this policy are slower
-                    time = time_of(model, mesh, rows, machine, choice.activations)
-                    fitting.append((with_readings(time, readings), fullest, memory, choice))
-                    break
-            if fitting and fitting[-1][3] is options[0] and not every_policy:
-                break  # the other policies are also slower
-        if not fitting:
+
+        def needed(
+            choice: Choice, model: Blueprint = model, resident: int = resident, read: int = read
+        ) -> tuple[int, Memory]:
+            memory = memory_of(model, mesh, rows, choice.activations)
+            return resident + max(memory.fullest, memory.resident + read), memory
+
+        matches, (size, _) = fitting(group, needed, room, every_policy=every_policy)
+        least = min(least or size, size)
+        if not matches:
             continue
-        fitting.sort(key=lambda option: (option[0].seconds, option[1]))
+        timed = [
+            (with_readings(time_of(model, mesh, rows, machine, choice.activations), readings), fullest, memory, choice)
+            for choice, fullest, memory in matches
+        ]
+        timed.sort(key=lambda option: (option[0].seconds, option[1]))
         proposals.append([
             Proposal(
                 mesh, budget, choice, choice.lossy(stated), memory, fullest, time,
                 time.limit if fullest < 0.9 * room else f"memory, {time.limit}",
             )
-            for time, fullest, memory, choice in fitting
+            for time, fullest, memory, choice in timed
         ])  # fmt: skip
         if group[0][0].cpu_offload == stated.cpu_offload:
             break
