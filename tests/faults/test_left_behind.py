@@ -316,6 +316,18 @@ def test_a_reward_that_ends_its_parent_costs_its_sample(tmp_path: Path, monkeypa
     )
 
 
+@pytest.mark.parametrize("victim", ["os.getpid()", "os.getppid()"])
+def test_a_kill_during_the_import_is_no_mistake_of_the_config(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--restarts N does not try again after errors of the user."""
+    (tmp_path / "struck_rewards.py").write_text(f"import os, time\n\nos.kill({victim}, 9)\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ActorError, match="rl.reward: the process that imports struck_rewards:right .*ended") as caught:
+        asyncio.run(RewardPool([RewardSpec("right", "struck_rewards:right")], 1, 5.0).describe())
+    assert caught.value.kind == "killed"
+
+
 def test_a_reward_that_is_killed_is_named_with_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor ends with 128 + the number."""
     (outcome,), _ = ask("kills_itself", tmp_path / "started", monkeypatch)

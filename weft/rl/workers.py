@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from weft.errors import UserError, first_line
+from weft.errors import ActorError, UserError, first_line
 from weft.launch import reaper
 from weft.rl.user_process import HEADER, IMPORT_SECONDS, packed
 from weft.version import PACKAGE
@@ -85,7 +86,8 @@ async def start_worker(
     """Start `python -m module`; returns the worker and its answer to the first request, (import folders, hello).
 
     UserError if the process dies on this request, with a message that begins with `refused`, or if it answers with a
-    string, which is the message. words: command-line arguments. pass_fds: file descriptors to inherit.
+    string, which is the message. ActorError if it or its parent process was killed, so that `--restarts` tries again.
+    words: command-line arguments. pass_fds: file descriptors to inherit.
     """
     root, run = str(PACKAGE.parent), reaper.current()
     worker_socket, child_socket = socket.socketpair()
@@ -119,6 +121,8 @@ async def start_worker(
     try:
         answer = await worker.ask((sys.path, hello), IMPORT_SECONDS)
     except WorkerError as error:
+        if str(error) in (PARENT_LOST, _ending(-signal.SIGKILL)):
+            raise ActorError(f"{refused} {error}.", "killed") from None
         raise UserError(f"{refused} {error}.") from None
     if isinstance(answer, str):
         await worker.end()
