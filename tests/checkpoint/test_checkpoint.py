@@ -511,7 +511,7 @@ def test_export_says_what_it_cannot(written: Path, tmp_path: Path, capsys: pytes
     assert cli.main(["export", str(tmp_path)]) == 2
     assert "neither a run folder with checkpoints nor a checkpoint" in capsys.readouterr().err
     assert cli.main(["export", str(written), "--output", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     run_folder = shutil.copytree(written, tmp_path / "run", symlinks=True)
     shutil.rmtree(run_folder / "checkpoints" / "step-000004" / "trainer_state")
     assert cli.main(["export", str(run_folder)]) == 2
@@ -732,7 +732,7 @@ def test_a_run_goes_on_with_the_ranks_that_it_had(
     words = ["sft", "--resume", str(written), "--device", "cpu", "mesh.dp_shard=-1"]
     assert cli.main(words) == cli.main([*words, "--nproc", "1"]) == 0
     assert worlds == [2, 1]
-    assert capsys.readouterr().out == f"ranks    2, as {written} (--nproc N sets another number)\n"
+    assert capsys.readouterr().out == f"ranks    2, as in {written} (--nproc N sets another number)\n"
 
 
 def test_a_folder_in_use_is_refused_and_a_dead_lock_is_not(
@@ -776,5 +776,5 @@ def test_before_the_first_checkpoint_it_starts_over(tmp_path: Path, capsys: pyte
     process(folder, "1", steps=2, sections={"checkpoint": {"every": 5}})
     assert resume(folder) == 0
     out = capsys.readouterr().out
-    assert "has no checkpoint yet: from step 1" in out and "dropped  2 lines" in out
+    assert "has no checkpoint yet, so the run starts at step 1" in out and "dropped  2 lines" in out
     assert [line["step"] for line in lines(folder)] == list(range(1, 11))

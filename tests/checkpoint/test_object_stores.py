@@ -466,7 +466,7 @@ def test_a_run_that_is_there_is_not_overwritten_unless_asked_to(
     remote.claim("another", {})
     remote.upload(5, checkpoint(tmp_path / "a", 5))
     message = answer(capsys, *on(url, tmp_path))
-    assert f"run.dir: {url} holds a run already" in message and f"weft sft --resume {url}" in message
+    assert f"run.dir: {url} already contains a run" in message and f"weft sft --resume {url}" in message
     config = load_config([], [*on(url, tmp_path)[1:], "run.overwrite=true"])
     run = with_local_paths(config, "new").run.dir
     assert run is not None and remote.steps() == [5]  # until the run has something of its own

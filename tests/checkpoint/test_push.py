@@ -231,7 +231,7 @@ def damaged(finished: Path, tmp_path: Path, how: str) -> Path:
         ("gone", "contains no weights"),
         ("short", "model.safetensors"),
         ("changed", "was changed after it was written"),
-        ("shard", "names model-2.safetensors"),
+        ("shard", "lists model-2.safetensors"),
         ("empty", "neither a run folder"),
     ],
 )

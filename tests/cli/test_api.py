@@ -93,7 +93,7 @@ def test_rows_in_memory_train_as_the_file_does(workdir: Path, capsys: pytest.Cap
     assert (expected["data"].pop("path"), expected["run"].pop("dir")) == ("chats.jsonl", "file")
     assert actual == expected
     capsys.readouterr()
-    with pytest.raises(UserError, match="run.dir: rows holds a run already"):
+    with pytest.raises(UserError, match="run.dir: rows already contains a run"):
         weft.sft(model="model", data=ROWS, run={"dir": "rows"}, **SECTIONS)
     assert cli.main(["sft", "--resume", "rows"]) == 0
     assert "rows has already finished" in capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_a_start_that_failed_leaves_no_run(workdir: Path) -> None:
     (workdir / "failed" / "checkpoints").mkdir()
     assert make_folder(RunConfig(dir="failed"), "model") == Path("failed")
     (workdir / "failed" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="failed holds a run already.*run.overwrite=true"):
+    with pytest.raises(UserError, match="failed already contains a run.*run.overwrite=true"):
         make_folder(RunConfig(dir="failed"), "model")
     assert make_folder(RunConfig(dir="failed", overwrite=True), "model") == Path("failed")
 

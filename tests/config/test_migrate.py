@@ -250,7 +250,7 @@ def test_images_and_rewards_of_roll() -> None:
     draft = migrate([str(FOREIGN / "roll_vision.yaml")])
     assert "`weft rl THIS --dry-run`" in draft
     assert "minibatches: 2  # 2048 samples / (1 x 256 x 4 data ranks)\n" in draft
-    assert "steps: 600  # max_steps: 300 rollout steps of 2 updates\n" in draft
+    assert "steps: 600  # max_steps: 300 rollout steps of 2 optimizer steps\n" in draft
     below = " ".join(draft.partition("# Not converted:")[2].replace("\n#", " ").split())
     for words in (
         "freeze_module_prefix: `vision_model` is Megatron's name for tower and projector.",
@@ -364,7 +364,11 @@ def test_images_of_llama_factory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [('{"vision_config": {}}', "freeze: [vision, projector]"), ('{"hidden_size": 8}', ""), (None, "(images): if the")],
+    [
+        ('{"vision_config": {}}', "freeze: [vision, projector]"),
+        ('{"hidden_size": 8}', ""),
+        (None, "(images): for a model with images"),
+    ],
 )
 def test_whether_a_model_takes_images(tmp_path: Path, config: str | None, words: str) -> None:
     """Its config.json says it; of one that is not here the draft says what would be."""
@@ -446,7 +450,7 @@ def test_axolotl() -> None:
     for words in (
         "chat_template: weft uses the tokenizer's chat template",
         "saves_per_epoch:",
-        "datasets.drop_system_message: sources of weft have no such key", "datasets.type: conversations,",
+        "datasets.drop_system_message: sources of weft have no such key", "datasets.type: weft renders conversations,",
     ):  # fmt: skip
         assert words in rest_of_draft, words
 
@@ -789,7 +793,7 @@ def test_what_goes_with_preferences() -> None:
         ("model_name_or_path: m\nloss_type: bco\nbeta: 1\n", {"loss": None, "beta": 1}, "weft has no loss bco"),
         ("model_name_or_path: m\nbeta: 1\nreference_free: true\n", {"beta": 1}, "no DPO with a uniform reference"),
         ("base_model: m\nsequence_len: 9\nrl: ipo\n", {"loss": "ipo"}, ""),
-        ("base_model: m\nsequence_len: 9\nrl: orpo\norpo_alpha: 0.2\n", {"loss": "orpo", "beta": 0.2}, "counts"),
+        ("base_model: m\nsequence_len: 9\nrl: orpo\norpo_alpha: 0.2\n", {"loss": "orpo", "beta": 0.2}, "TRL averages"),
         (
             "base_model: m\nsequence_len: 9\nrl: kto\nkto_desirable_weight: 2.0\n",
             {"loss": "kto", "desirable_weight": 2.0},
@@ -1258,7 +1262,7 @@ def test_what_has_a_key_is_carried_over(tmp_path: Path, name: str) -> None:
         (f"{VERL}balance_dp_token: true\n", "balance_dp_token: the loss is always the mean over the trained tokens"),
         (f"{AXOLOTL}val_set_size: 200\n", "val_set_size: set `eval.share`, such as 0.05"),
         (f"{HF}push_to_hub: true\nhub_model_id: model\n", "hub_model_id: set `checkpoint.push`: OWNER/NAME"),
-        (f"{HF}push_to_hub: true\n", "push_to_hub: set `checkpoint.push`: OWNER/NAME"),
+        (f"{HF}push_to_hub: true\n", "push_to_hub: set `checkpoint.push` to OWNER/NAME"),
         (f"{HF}ddp_timeout: 180000000\n", "ddp_timeout: this is also the time until a hang is detected"),
         (
             f"{HF}lr_scheduler_kwargs: {{min_rate: 3}}\n",

@@ -215,7 +215,7 @@ def test_two_runs_in_one_folder(shared: Path) -> None:
     first = FaultRun(["sft", "c.yaml"], folder, Fault(do="sleep briefly", phase="plan"))
     first.wait_for("step 1/6")
     second = FaultRun(["sft", "c.yaml"], folder).wait()
-    assert second.status == 2 and "run.dir: run holds a run already" in second.errors()
+    assert second.status == 2 and "run.dir: run already contains a run" in second.errors()
     assert "Traceback" not in second.errors()
     assert first.wait().status == 0, first.errors()
     assert len(metrics(folder / "run")) == STEPS

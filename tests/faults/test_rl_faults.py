@@ -232,15 +232,15 @@ def test_rollouts_that_are_damaged_are_skipped_by_name(
     (run / "rollouts/step-000002.parquet").write_bytes(b"")
     rollouts.run(RolloutsOptions(run=str(run)))
     printed = capsys.readouterr().out
-    assert "skipped" in printed and "step-000003.parquet: holds no rollouts of weft: " in " ".join(printed.split())
+    assert "skipped" in printed and "step-000003.parquet: contains no rollouts of weft: " in " ".join(printed.split())
     assert "step 1: 2 prompts, 6 samples" in printed
-    with pytest.raises(UserError, match=r"step-000002.parquet: holds no rollouts of weft: .*0 bytes"):
+    with pytest.raises(UserError, match=r"step-000002.parquet: contains no rollouts of weft: .*0 bytes"):
         rollouts.run(RolloutsOptions(run=str(run), step=2))
     (run / "rollouts/step-000001.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="step-000003.parquet: holds no rollouts of weft"):
+    with pytest.raises(UserError, match="step-000003.parquet: contains no rollouts of weft"):
         rollouts.run(RolloutsOptions(run=str(run)))
 
-    with pytest.raises(UserError, match="step-000001.parquet: holds no rollouts of weft"):
+    with pytest.raises(UserError, match="step-000001.parquet: contains no rollouts of weft"):
         start(task, tmp_path / "replayed", "train.steps=3", replay=str(run / "rollouts"))
 
     only, unbroken = tmp_path / "only", tmp_path / "unbroken"

@@ -347,7 +347,7 @@ def test_export_check(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "was changed after it was written: its digest differs" in capsys.readouterr().err
     (weights / "digests.json").unlink()
     assert cli.main(["export", "--check", str(weights)]) == 2
-    assert "holds no digests.json" in capsys.readouterr().err
+    assert "contains no digests.json" in capsys.readouterr().err
     (newest_one / "trainer_state" / "rank-00000.safetensors").unlink()
     assert cli.main(["export", "--check", str(folder)]) == 2
     assert "rank-00000.safetensors is missing" in capsys.readouterr().err

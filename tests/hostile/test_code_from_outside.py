@@ -18,6 +18,11 @@ PLACES = {
     ("weft/former_modules.py", "_FormerModules.create_module", "import_module"): "weft's own, by their former names",
     ("weft/data/workers.py", "WorkerPool._receive", "pickle.loads"): "a pipe to a process that this one has started",
     ("weft/data/workers.py", "serve", "pickle.loads"): "a pipe to the process that has started this one",
+    (
+        "weft/rl/dump_files.py",
+        "_load_torch",
+        "torch.load",
+    ): "dumps of other trainers, by an Unpickler with a list of types",
     ("weft/rl/environments/base.py", "load_class", "import_module"): "weft's own adapters, by a table of schemes",
     ("weft/importing.py", "import_extra", "import_module"): "names written at the calls, of weft's extras",
     ("weft/importing.py", "import_module", "import_module"): "import paths of the config",

@@ -25,11 +25,11 @@ MAPPINGS = "a: &a {x: 1, y: 2, z: 3}\n" + "".join(
 )
 
 TEXTS = {
-    "100,000 brackets": ("a: " + "[" * 100_000, "nested too deeply"),
-    "100,000 braces": ("a: " + "{b: " * 100_000, "nested too deeply"),
-    "brackets that are closed": ("a: " + "[" * 70 + "]" * 70, "nested more than 64 deep"),
-    "an anchor in itself": ("data: &a\n  b: *a\n", "nested more than 64 deep"),
-    "a list in itself": ("data:\n  path: &a [*a]\n", "nested more than 64 deep"),
+    "100,000 brackets": ("a: " + "[" * 100_000, "the nesting is too deep"),
+    "100,000 braces": ("a: " + "{b: " * 100_000, "the nesting is too deep"),
+    "brackets that are closed": ("a: " + "[" * 70 + "]" * 70, "nested more than 64 levels deep"),
+    "an anchor in itself": ("data: &a\n  b: *a\n", "nested more than 64 levels deep"),
+    "a list in itself": ("data:\n  path: &a [*a]\n", "nested more than 64 levels deep"),
     "a bomb of lists": (BOMB, "over 100,000 values"),
     "a bomb of mappings": (MAPPINGS, "over 100,000 values"),
     "an integer of 10,000 digits": (f"train:\n  seed: {'1' * 10_000}\n", "cannot be read"),
@@ -109,7 +109,7 @@ def test_no_name_is_suggested_for_itself(tmp_path: Path, monkeypatch: pytest.Mon
 def test_toml_that_is_nested(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text("a = " + "[" * 100_000)
-    with pytest.raises(UserError, match="nested too deeply"):
+    with pytest.raises(UserError, match="the nesting is too deep"):
         load_config([str(path)], [])
 
 

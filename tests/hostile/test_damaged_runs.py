@@ -52,7 +52,7 @@ DAMAGE: dict[str, tuple[str, bytes | str, str]] = {
     "samples of a machine that is none": (
         "system.jsonl", '{"time": "x", "system/cpu": []}\n{"time": NaN, "system/cpu": "a", "system/gpu/watts": 1e308}\n'
         '{"time": 1e29, "system/memory_gib": 1e29, "system/gpu0/watts": 1}\n{"time": -5, "system/cpu": 0.5}\n', ""),
-    "rollouts that are none": ("rollouts/step-000001.parquet", b"PAR1", "holds no rollouts"),
+    "rollouts that are none": ("rollouts/step-000001.parquet", b"PAR1", "contains no rollouts"),
     "a file that is no step": ("rollouts/step-x.parquet", b"PAR1", ""),
 }  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_rollouts_that_are_none(name: str, tmp_path: Path, capsys: pytest.Captur
     path, content = tmp_path / "rollouts" / "step-000001.parquet", ROLLOUTS[name]
     path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
     assert cli.main(["rollouts", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {path}: holds no ")
+    assert capsys.readouterr().err.startswith(f"error: {path}: contains no ")
 
 
 def test_rewards_that_are_no_numbers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

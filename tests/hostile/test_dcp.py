@@ -107,7 +107,7 @@ def test_nothing_of_the_metadata_runs(folder: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_nothing_of_a_tensors_file_runs(protocol: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch.save has its description. Of other protocols, too: each has instructions of its own."""
+    """Where torch.save has its description. Of other protocols: each has instructions of its own."""
     monkeypatch.chdir(folder)
     torch.save({"w": Harm()}, folder / "harm.pt", pickle_protocol=protocol)
     content = (folder / "harm.pt").read_bytes()
@@ -336,7 +336,7 @@ def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     make(home, ".metadata")
     base = ["sft", f"model.path={home}", f"data.path={tmp_path / 'data.jsonl'}"]
     for keys, words in (
-        ([], f"set model.dcp_weights={home}, too"),
+        ([], f"set model.dcp_weights={home}"),
         (["model.dcp_weights=nowhere"], "model.dcp_weights nowhere does not exist"),
         (["model.dcp_weights=s3://a/b"], "model.dcp_weights s3://a/b"),
         (

@@ -205,7 +205,7 @@ NO_RANKS = [
     ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x', which"),
     (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x', which"),
     (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "RANK='x', which"),
-    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x', but"),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x', which"),
 ]
 
 

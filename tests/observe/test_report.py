@@ -402,7 +402,7 @@ def test_answers_and_rewards_over_time(tmp_path: Path) -> None:
     assert "<i>question</i> 0 step 0 reward 0 (exact 0, style 0.25); mean of 2: 0.25 greedy 0 step 10" in shown.text
     (run / "evaluations" / "step-000030.parquet").write_bytes(b"PAR1")
     assert len(read_run(run).over_time[0]["prompts"][0]["moments"]) == 7
-    assert "step-000030.parquet: holds no rollouts" in Text(page([read_run(run)])).text
+    assert "step-000030.parquet: contains no rollouts" in Text(page([read_run(run)])).text
 
 
 def test_prompts_of_rollouts_that_do_not_come_again(tmp_path: Path) -> None:

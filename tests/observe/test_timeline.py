@@ -69,7 +69,7 @@ def test_runs_without_times_have_none(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts/step-000001.parquet").write_bytes(b"nothing")
     notes: list[str] = []
-    assert timelines(tmp_path, notes) is None and "holds no rollouts of weft" in notes[0]
+    assert timelines(tmp_path, notes) is None and "contains no rollouts of weft" in notes[0]
 
 
 def test_union_of_spans() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -171,7 +172,10 @@ def test_the_mean_of_scales_does_not_depend_on_the_order_of_sums() -> None:
     generator = torch.Generator().manual_seed(0)
     scales = torch.randn(100_000, generator=generator).exp()
     orders = [scales[torch.randperm(len(scales), generator=generator)] for _ in range(20)]
-    assert any(scales.mean() != shuffled.mean() for shuffled in orders)  # in fp32, on whatever CPU
+    one_by_one = [
+        np.add.accumulate(shuffled.numpy())[-1] for shuffled in orders
+    ]  # torch sums in other blocks on other CPUs
+    assert len(set(one_by_one)) > 1
     mean = nf4.quantise_scales(scales)[1].mean
     assert all(nf4.quantise_scales(shuffled)[1].mean == mean for shuffled in orders)
 

@@ -117,7 +117,7 @@ def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
     assert "ranks 8, the product of mesh (--nproc N sets another number)" in out
     assert "attention kernel varlen" in out and "compute bfloat16" in out
     assert "h100-80gb (--assume) has 79.1 GiB" in out
-    assert "rows of 16,384 tokens keep 5.778 GiB for backward (model.recompute=full)" in out
+    assert "rows of 16,384 tokens need 5.778 GiB for backward (model.recompute=full)" in out
     assert cli.main([*words, "--assume", "a100-40gb", "--nproc", "1", "mesh.dp_shard=1"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "weights 14.98 GiB" in out and "a100-40gb (--assume) has 39.4 GiB" in out
@@ -139,7 +139,7 @@ def test_a_dry_run_of_64_gpus_counts_what_each_has(checkout: Path, capsys: pytes
     assert "cp documents longer than 16,384 tokens are split over up to 4 ranks (ring 4)" in out
     assert "FSDP units, the part of one of 8 ranks of tp" in out and "32.8B embed_tokens.weight" in out
     assert "weights 1.907 GiB + gradients 1.907 GiB + optimizer 3.815 GiB" in out  # 16 bytes x 32.8e9 / 64
-    assert "rows of 16,384 tokens, a rank's part of 65,536, keep 2.372 GiB for backward (model.recompute=full)" in out
+    assert "rows of 16,384 tokens, a rank's part of 65,536, need 2.372 GiB for backward (model.recompute=full)" in out
 
 
 def test_a_dry_run_of_long_documents(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_a_dry_run_of_long_documents(checkout: Path, capsys: pytest.CaptureFixtu
     assert cli.main([*words, "mesh.ulysses=4"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "split over up to 4 ranks (ulysses 4); shorter ones send nothing" in out
-    assert "rows of 32,768 tokens, a rank's part of 131,072, keep 11.56 GiB for backward" in out
+    assert "rows of 32,768 tokens, a rank's part of 131,072, need 11.56 GiB for backward" in out
     assert cli.main([*words, "mesh.cp=2", "mesh.dp_shard=4"]) == 2
     assert "set step.max_tokens_per_device=65536, or data.max_length=65536, or mesh.cp=4" in capsys.readouterr().err
 
@@ -194,7 +194,7 @@ def test_a_dry_run_of_a_vision_model(checkout: Path, capsys: pytest.CaptureFixtu
     assert "projector 44.6M trained" in out and "632M model.visual.patch_embed, model.visual.blocks" in out
     assert cli.main([*words, "lora.rank=8", "model.freeze=null"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"parts vision [\d.]+M [\d.]+M of it trained, projector", out)
+    assert re.search(r"parts vision [\d.]+M with [\d.]+M trained, projector", out)
 
 
 def test_the_images_of_the_examples_are_read(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

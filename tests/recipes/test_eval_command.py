@@ -84,7 +84,9 @@ def test_what_of_a_run_says_how_it_is_measured(folder: Path, monkeypatch: pytest
     rewarded = measured_config("model", ["chat.jsonl", "rl.reward=[length]", "eval.samples=2"])
     assert isinstance(rewarded, RlConfig) and rewarded.eval.path == rewarded.data.path == "chat.jsonl"
     assert (rewarded.rl.prompts_per_step, rewarded.eval.samples) == (1, 2)
-    with pytest.raises(UserError, match="weft eval: name the data, as in weft eval model held_out.jsonl"):
+    with pytest.raises(
+        UserError, match="weft eval: the path of the data is missing, as in weft eval model held_out.jsonl"
+    ):
         measured_config("model", ["data.bad_rows=drop"])
     with pytest.raises(UserError, match="is a second file"):
         measured_config("model", ["chat.jsonl", "model"])

@@ -211,7 +211,7 @@ def test_a_folder_with_a_run_in_it_is_refused(
     run, _ = single_rank
     before, config = tree(run), (run / "config.yaml").read_text()
     assert cli.main(["sft", "c.yaml", "optimizer.lr=1"]) == 2
-    assert "run.dir: one holds a run already. Set run.dir to another folder" in capsys.readouterr().err
+    assert "run.dir: one already contains a run. Set run.dir to another folder" in capsys.readouterr().err
     assert tree(run) == before and (run / "config.yaml").read_text() == config
 
 

@@ -359,7 +359,7 @@ def test_engines_that_nothing_asks_for_are_not_opened_and_their_keys_refused() -
     for overrides, message in (
         (["rl.kl_coef=0", "rl.kl_in=null", "reference.path=r"], "reference.path would have no effect: rl.kl_coef is 0"),
         (["rl.algorithm=grpo", "critic.lr=1e-6"], "critic.lr would have no effect: only rl.advantage=gae has a critic"),
-        (["lora.rank=4", "reference.dp_shard=2"], "with adapters the reference is the base"),
+        (["lora.rank=4", "reference.dp_shard=2"], "reference.dp_shard would have no effect: the reference is the base"),
         (["critic.max_tokens_per_device=1500"], "critic.max_tokens_per_device = 1500"),
         (["critic.clip=0"], "critic.clip is 0.0; it must be above 0, or null"),
     ):

@@ -144,7 +144,7 @@ def test_a_run_with_a_game(tmp_path: Path) -> None:
         f"run.dir={tmp_path / 'run'}",
     ]  # fmt: skip
     for name, error in (
-        ("verifiers:gsm8k", "Set rl.agent=verifiers:gsm8k"),
+        ("verifiers:gsm8k", "set rl.agent=verifiers:gsm8k"),
         ("openenv:localhost", "write the server's address"),
         ("gymnasium:", "write a Gymnasium id or an import path"),
         ("gymnasium:tests.support.games:Lower", "has no Lower"),

@@ -313,7 +313,7 @@ def test_a_missing_answer_is_said_before_anything_runs() -> None:
     [
         ("rl.reward=[]", "rl.reward is empty: set at least one"),
         ("rl.reward=[maths]", "rl.reward contains maths, which is not one of math"),
-        ("rl.reward=[math,math]", "names math twice"),
+        ("rl.reward=[math,math]", "contains math twice"),
         ("rl.reward_weights=[1,2]", "rl.reward_weights has 2 numbers for 1 reward functions"),
         ("rl.reward_options={maths.boxed: true}", "maths.boxed is not an argument of a reward function"),
         ("rl.reward=[regex]", "regex, whose pattern is not set"),

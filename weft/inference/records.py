@@ -79,7 +79,7 @@ def read_rollouts(path: Path) -> list[SampleGroup]:
     except UserError:
         raise
     except Exception as error:  # pyarrow's, or Python's for values of unexpected types
-        raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
+        raise UserError(f"{path}: contains no rollouts of weft: {first_line(error)}.") from error
     groups: dict[str, SampleGroup] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.id, SampleGroup(sample.prompt, [])).samples.append(sample)
@@ -120,7 +120,7 @@ def read_answers(path: Path) -> list[Answer]:
     except UserError:
         raise
     except Exception as error:  # as in read_rollouts
-        raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
+        raise UserError(f"{path}: contains no rollouts of weft: {first_line(error)}.") from error
 
 
 def _answer(row: dict[str, Any], length: int) -> Answer:
@@ -165,7 +165,7 @@ def read_lives(path: Path) -> list[SampleLife]:
     except UserError:
         raise
     except Exception as error:  # as in read_rollouts
-        raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
+        raise UserError(f"{path}: contains no rollouts of weft: {first_line(error)}.") from error
 
 
 def _life(row: dict[str, Any]) -> SampleLife | None:

@@ -454,7 +454,7 @@ def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[st
         }
         size = sum(elements[n] for n in parameters)
         trained = sum(elements[n] for n, p in parameters.items() if p.requires_grad)
-        state = {0: "frozen", size: "trained"}.get(trained, f"{count(trained)} parameters trained")
+        state = {0: "frozen", size: "trained"}.get(trained, f"with {count(trained)} trained")
         parts.append(f"{preset} {count(size)} {state}")
     images = f"refused, because {refusal}" if refusal else _image_size(engine, pixels)
     return [f"parts    {', '.join(parts)} (model.freeze)", f"images   {images}"]

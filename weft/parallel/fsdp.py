@@ -354,7 +354,7 @@ class UsedParameters:
         for unit in fsdp_modules(module):
             group = unit._get_fsdp_state()._fsdp_param_group
             if group is not None:
-                group.post_backward = partial(self._post_backward, _Pending(group, group.post_backward))
+                group.post_backward = partial(self._post_backward, _UnitBackward(group, group.post_backward))
 
     def flags(self) -> Tensor:
         """[parameters] fp64 on the host: 1 for each parameter that this rank has used since forget()."""
@@ -371,7 +371,7 @@ class UsedParameters:
         """Begin a new step."""
         self._used, self._filled = set(), set()
 
-    def _post_backward(self, unit: _Pending, *unused: Any) -> None:
+    def _post_backward(self, unit: _UnitBackward, *unused: Any) -> None:
         """FSDP calls it when a unit's backward is done, and at the end of backward for units whose inputs have no
         gradient."""
         group = unit.group
@@ -404,7 +404,7 @@ class UsedParameters:
 
 
 @dataclass
-class _Pending:
+class _UnitBackward:
     """A unit's parameters, FSDP's own method, and whether the unit ran in a backward that did not reduce it yet."""
 
     group: FSDPParamGroup

@@ -47,7 +47,7 @@ def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> Loca
         remote = RemoteRun(Store(url, BRIEF))
         if not overwrite and remote.holds_a_run():
             raise UserError(
-                f"run.dir: {url} holds a run already. Set run.dir to another URL, set run.overwrite=true to remove "
+                f"run.dir: {url} already contains a run. Set run.dir to another URL, set run.overwrite=true to remove "
                 f"that run, or resume it: weft {command} --resume {url}"
             )
         if not _is_ours(remote, Path(folder)):
