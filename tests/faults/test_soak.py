@@ -118,11 +118,10 @@ def test_random_parts_that_are_struck_change_nothing(task: Path) -> None:
     began = time.monotonic()
     out, struck = run_struck(words, run, parts, strikes, seed=SEED, pause=2.0, limit=1800.0)
     report(struck, began)
+    same(run, unbroken)
     if strikes >= 24:
         assert all(any(key.startswith(name) for key in struck) for name in parts)
-        assert "rollout engine" in out and "reference ranks are started again" in out and "restart 1 of" in out
-        assert re.search(rf"resumed  step \d+ of {steps}", out)
-    same(run, unbroken)
+        assert "restart 1 of" in out and re.search(r"resumed  \S+ has no checkpoint|resumed  step \d+ of", out)
 
 
 @pytest.mark.parametrize("kind", ["agent", "environment"])
