@@ -53,7 +53,7 @@ def far_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("far") / "model"
     torch.manual_seed(0)
-    TwinForCausalLM(TwinConfig(far_from=40)).save_pretrained(folder)
+    TwinForCausalLM(TwinConfig(far_from=40, num_hidden_layers=4)).save_pretrained(folder)
     return str(folder)
 
 
