@@ -321,6 +321,14 @@ def test_other_files_are_refused_with_what_to_write(name: str, tmp_path: Path) -
     assert message in str(error.value)
 
 
+def test_a_module_that_only_begins_as_numpy_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy_of_mine.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "step.pkl").write_bytes(b"cnumpy_of_mine\nscalar\n(tR.")
+    with pytest.raises(UserError, match="has no input_ids or tokens"):
+        read(tmp_path / "step.pkl")
+
+
 def test_a_folder_of_files_of_several_kinds_is_refused(tmp_path: Path) -> None:
     for name in ("a.pt", "b.jsonl"):
         (tmp_path / name).touch()

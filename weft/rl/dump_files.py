@@ -167,7 +167,8 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module == "torch" and (name in ("Size", "device") or name.endswith("Storage"))):
             return getattr(torch, name)
-        if module.startswith("numpy") and name in ("_reconstruct", "scalar", "_frombuffer", "ndarray", "dtype"):
+        of_numpy = module.partition(".")[0] == "numpy"
+        if of_numpy and name in ("_reconstruct", "scalar", "_frombuffer", "ndarray", "dtype"):
             return super().find_class(module, name)
         if (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)

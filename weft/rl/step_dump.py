@@ -151,10 +151,9 @@ def _renamed(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
                     )
     if "completion_mask" in raw:
         fields.setdefault("response_mask", raw["completion_mask"])
-    if "input_ids" in fields and "advantages" not in fields:
+    if not fields.keys() >= {"input_ids", "advantages"}:
         _refuse_other_files(raw, path)
-    elif "input_ids" not in fields:
-        _refuse_other_files(raw, path)
+    if "input_ids" not in fields:
         raise UserError(
             f"{path}: has no {' or '.join(NAMES['input_ids'][:3])}. It has: {', '.join(sorted(map(str, raw))[:30])}."
         )
