@@ -57,12 +57,12 @@ class Part:
 
 
 _SFT = (
-    "Random weights; one packed row of log-normal documents a step; bf16 compute over fp32 masters, AdamW. bare: a "
-    "plain PyTorch loop with the same attention kernel and a chunked, checkpointed cross entropy "
-    "(benchmarks/gpu_sft.py says what it does); both have as many layers as both have memory for. MFU is of the "
-    "measured matmul rate, causal attention counted half, recomputation not at all. GiB: the most at once; fragments: "
-    "reserved, but not allocated, at the most. planner: weights, gradients, optimizer and gathered units, as weft's "
-    "planner says; estimate: with activations and the head."
+    "Random weights; one packed row of log-normal documents a step; bf16 compute over fp32 masters, AdamW; adapters of "
+    "rank 16 on a frozen base in bf16 for 30B-A3B. bare: a plain PyTorch loop with the same attention kernel and a "
+    "chunked, checkpointed cross entropy (benchmarks/gpu_sft.py says what it does); both have as many layers as both "
+    "have memory for. MFU is of the measured matmul rate, causal attention counted half, recomputation not at all. "
+    "first step: with compilation. GiB: the most at once; fragments: reserved, but not allocated, at most. planner: "
+    "weights, gradients, optimizer and gathered units, as weft's planner says; estimate: with activations and the head."
 )
 PARTS = (
     Part("run", 50, "A run of weft sft", "Eight layers of Qwen3-0.6B with 32,768 tokens and random weights, from a "
@@ -71,21 +71,22 @@ PARTS = (
          "norm in fp32, and tokens/s in bf16, with small models.", accelerators=2),
     Part("rates", 15, "Rates", "bf16 products of random matrices, copies, and what the host pays: the floor of all "
          "that follows."),
-    Part("profile", 40, "Profiles", "A step of 0.6B that is too short for the device; 0.6B without recomputation and "
+    Part("profile", 30, "Profiles", "A step of 0.6B that is too short for the device; 0.6B without recomputation and "
          "4B with it: two steps by kind of work, and the gaps of the device of a third, with the frame of the host in "
          "them. By kernel in profile-*.txt; the traces are beside them."),
-    Part("sft-4b", 100, "SFT, Qwen3-4B", _SFT),
-    Part("sft-0.6b", 45, "SFT, Qwen3-0.6B", _SFT),
-    Part("tests", 130, "tests/cuda", "Flex attention, which is compiled, comes last. Output in tests.txt."),
+    Part("sft-4b", 110, "SFT, Qwen3-4B", _SFT),
+    Part("sft-30b", 80, "SFT of adapters, Qwen3-30B-A3B", _SFT),
+    Part("sft-0.6b", 25, "SFT, Qwen3-0.6B", _SFT),
+    Part("tests", 100, "tests/cuda", "Flex attention, which is compiled, comes last. Output in tests.txt."),
     Part("head", 15, "The head", "Logprobs of 8192 tokens, H 2560, V 151,936, bf16, forward and backward. matmul "
          "share: three products at the measured rate / time. extra: beyond the gradients."),
-    Part("kernels", 25, "Attention kernels", "A 4B layer's attention over 16,384 tokens, forward and backward."),
+    Part("kernels", 15, "Attention kernels", "A 4B layer's attention over 16,384 tokens, forward and backward."),
     Part("moe", 15, "A layer of experts", "128 experts, 8 a token, H 2048, I 768, 8192 tokens in bf16, forward and "
          "backward. dense: one product of as many FLOPs. empty: experts without tokens, whose gradients have to be 0. "
          "waits: times that the host waited for the device."),
     Part("rl", 30, "A step of reinforcement learning, Qwen3-0.6B", "In one process: 32 prompts of 256 tokens, 8 "
          "samples of 256 tokens each (64 in step 1, which warms up). difference: engine's logprobs from trainer's."),
-    Part("files", 30, "Files", "A 4B model written and read; a checkpoint of 0.6B with its trainer state."),
+    Part("files", 15, "Files", "A 4B model written and read; a checkpoint of 0.6B with its trainer state."),
 )  # fmt: skip
 
 
@@ -337,9 +338,7 @@ def work(options: argparse.Namespace) -> None:
             run.add(note=failure(error))
         answer: dict[str, Any] = {"sound": device.answers(), "facts": {}}
         if device.cuda and answer["sound"]:
-            answer["facts"] = device.allocator() | {
-                "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-            }
+            answer["facts"] = device.allocator()
         _replace(folder / f"{number}.done", json.dumps(answer))
         number += 1
         if not answer["sound"]:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import STDOUT, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
@@ -195,6 +196,8 @@ def _pytest(run: PartRun, rows: Sequence[Row]) -> Row:
         "benchmarks.gpu_tests",
     ]
     words += ["--continue-on-collection-errors"]
+    if run.device.cuda and find_spec("xdist") is not None:  # much of a test is importing and the host's
+        words += ["-n", str(min(6, max(1, cpu_cores() // 2)))]
     with log.open("w") as stream:
         process = Popen(
             [sys.executable, "-m", "pytest", *words], stdout=stream, stderr=STDOUT,
@@ -580,10 +583,10 @@ def machine(run: PartRun) -> None:
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
         "triton": _version("triton"),
-        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "not set"),
-        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "not set"),
     }
     if device.cuda:
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]  # what the allocator made of its variables
+        facts["expandable segments"] = settings.get("expandable_segments")
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
         facts["accelerator"] = accelerator_of(device.name, device.memory) or "unknown to weft plan"
@@ -613,6 +616,7 @@ FUNCTIONS: dict[str, Callable[[PartRun], None]] = {
     "rates": rates,
     "profile": profiled,
     "sft-4b": partial(sft, shape="4b"),
+    "sft-30b": partial(sft, shape="30b-a3b"),
     "sft-0.6b": partial(sft, shape="0.6b"),
     "tests": tests,
     "head": head,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.device import Device, matmul_rate
 from benchmarks.gpu_rows import PartRun, Row
 from weft.config.recompute import RecomputePolicy, RecomputeSetting, policy_of
-from weft.config.schema import ModelConfig, StepConfig
+from weft.config.schema import FsdpConfig, LoraConfig, ModelConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -100,11 +100,13 @@ def draw_weights(module: nn.Module) -> None:
         shard.fill_(1.0) if parameter.ndim < 2 else shard.normal_(0.0, 0.02)
 
 
-def open_engine(path: str, device: Device, tokens: int, **model: Any) -> Engine:
+def open_engine(path: str, device: Device, tokens: int, lora: LoraConfig | None = None, **model: Any) -> Engine:
     """An Engine with random weights. model: further keys of the config's section."""
-    step = StepConfig(max_tokens_per_device=tokens)
     ranks = join(device.kind)  # type: ignore[arg-type]
-    engine = Engine(EngineConfig(model=ModelConfig(path=path, **model), step=step), ranks, fill=False)
+    config = EngineConfig(
+        model=ModelConfig(path=path, **model), step=StepConfig(max_tokens_per_device=tokens), lora=lora or LoraConfig()
+    )
+    engine = Engine(config, ranks, fill=False)
     draw_weights(engine.module)
     return engine
 
@@ -245,10 +247,11 @@ class Sizes:
     gathered: int
 
     @staticmethod
-    def of(path: str, device: Device) -> Sizes:
+    def of(path: str, device: Device, lora: LoraConfig) -> Sizes:
         """By an engine without weights."""
         ranks = join(device.kind)  # type: ignore[arg-type]
-        engine = Engine(EngineConfig(model=ModelConfig(path=path)), ranks, weights=False)
+        precision = FsdpConfig(param_dtype="bf16")  # as on a card
+        engine = Engine(EngineConfig(model=ModelConfig(path=path), lora=lora, fsdp=precision), ranks, weights=False)
         elements = sum(p.numel() for p in engine.module.parameters())
         count = len(engine.module.layers)
         layer_parameters = sum(p.numel() for p in engine.module.layers[0][1].parameters())
@@ -302,6 +305,7 @@ class SftCase:
     tokens: int
     recompute: RecomputeSetting
     compile: bool
+    transforms: tuple[Literal["fp8"], ...] = ()
 
 
 # Those that tell most first. Of 4B, 80 GB have no room for a long row without recomputation.
@@ -309,26 +313,28 @@ CASES = {
     "4b": (
         SftCase(16_384, "full", False),
         SftCase(16_384, RecomputePolicy(every=2), True),
-        SftCase(16_384, "full", True),
-        SftCase(8192, "none", False),
+        SftCase(16_384, RecomputePolicy(every=2), True, ("fp8",)),
     ),
-    "0.6b": (SftCase(8192, "none", False), SftCase(8192, "none", True), SftCase(16_384, "none", False)),
+    "30b-a3b": (SftCase(16_384, "full", False), SftCase(16_384, "full", True)),
+    "0.6b": (SftCase(8192, "none", False), SftCase(8192, "none", True)),
 }
 TINY_CASES = (SftCase(96, "full", False), SftCase(48, "none", True))
+ADAPTERS = {"30b-a3b": LoraConfig(rank=16)}  # of shapes whose base is frozen, in bf16
 
 
 def sft(run: PartRun, shape: str) -> None:
-    """A row for each case, weft first, the bare loop then."""
+    """A row for each case, weft first, the bare loop then, where there is one."""
+    lora = ADAPTERS.get(shape, LoraConfig())
     with TemporaryDirectory() as folder:
         path = write_model(Path(folder) / "whole", config_of(shape, run.tiny))
-        full_sizes, room = Sizes.of(path, run.device), run.device.free * _USABLE
+        full_sizes, room = Sizes.of(path, run.device, lora), run.device.free * _USABLE
         models: dict[int, tuple[str, FlopFacts]] = {full_sizes.layers: (path, full_sizes.flops)}
         for case in run.pick(CASES[shape], TINY_CASES):
             layers = full_sizes.fitting(case.tokens, room, case.recompute)
             if layers not in models:
                 part = write_model(Path(folder) / str(layers), config_of(shape, run.tiny, layers))
-                models[layers] = part, Sizes.of(part, run.device).flops
-            Contest(run, models[layers][0], full_sizes, models[layers][1], layers, room).add_row(case)
+                models[layers] = part, Sizes.of(part, run.device, lora).flops
+            Contest(run, models[layers][0], full_sizes, models[layers][1], layers, room, lora).add_row(case)
 
 
 @dataclass(frozen=True)
@@ -341,20 +347,23 @@ class Contest:
     flops: FlopFacts
     layers: int
     room: float
+    lora: LoraConfig
 
     def add_row(self, case: SftCase) -> None:
-        """What both make of a case."""
+        """What both make of a case; the bare loop knows neither adapters nor transforms."""
         tokens = case.tokens
         layer_count = f"{self.layers} of {self.whole.layers}" if self.layers < self.whole.layers else str(self.layers)
         row = self.run.add(
             row=tokens, recompute=str(case.recompute), compile="yes" if case.compile else "no", layers=layer_count
         )
+        model = {"recompute": case.recompute, "compile": case.compile, "transforms": case.transforms}
         makes: dict[str, Callable[[], Step]] = {
-            "weft": lambda: weft_step(
-                open_engine(self.path, self.run.device, tokens, recompute=case.recompute, compile=case.compile)
-            ),
-            "bare": lambda: bare_step(self.path, self.run.device, case.recompute, case.compile),
+            "weft": lambda: weft_step(open_engine(self.path, self.run.device, tokens, self.lora, **model))
         }
+        if case.transforms:
+            row["transforms"] = ", ".join(case.transforms)
+        elif self.lora.rank is None:
+            makes["bare"] = lambda: bare_step(self.path, self.run.device, case.recompute, case.compile)
         for trainer, make in makes.items():
             kind = "compiled" if case.compile else "not compiled"
             self.run.attempt(row, partial(self._measured, trainer, make, case), like=kind)
@@ -369,11 +378,12 @@ class Contest:
             return {"note": f"{trainer} not run: it would take about {needed / GIB:.0f} of {self.room / GIB:.0f} GiB"}
         torch._dynamo.reset()
         rows = rows_of(tokens, self.whole.config["vocab_size"], self.run.pick(WARM_UP + STEPS, 2))
-        seconds, peak = time_steps(make, self.run, rows)
+        seconds, first, peak = time_steps(make, self.run, rows)
         flops = sum(document_flops(self.flops, len(ids)) for row in rows for ids in row) / len(rows)
         figures = {
             f"{trainer} tokens/s": tokens / seconds,
             f"{trainer} MFU": flops / seconds / matmul_rate(self.run.device),
+            f"{trainer} first step s": first,
         }
         if self.run.device.cuda:
             figures |= {f"{trainer} {name}": value for name, value in self.run.device.allocator().items()}
@@ -383,8 +393,8 @@ class Contest:
         return figures | {"bare GiB": peak / GIB}
 
 
-def time_steps(make: Callable[[], Step], run: PartRun, rows: list[list[Tensor]]) -> tuple[float, int]:
-    """(median seconds of a step, the most bytes at once). The first few warm up."""
+def time_steps(make: Callable[[], Step], run: PartRun, rows: list[list[Tensor]]) -> tuple[float, float, int]:
+    """(median seconds of a step, those of the first one, the most bytes at once). The first few warm up."""
     matmul_rate(run.device)  # its matrices are no part of the peak
     run.device.reset_peak()
     step, seconds, loss = make(), [], math.nan
@@ -396,4 +406,4 @@ def time_steps(make: Callable[[], Step], run: PartRun, rows: list[list[Tensor]])
         if run.left < 0 and len(seconds) > warm:
             break
     assert math.isfinite(loss), "the loss is not finite"
-    return statistics.median(seconds[warm:]), run.device.peak()
+    return statistics.median(seconds[warm:]), seconds[0], run.device.peak()
