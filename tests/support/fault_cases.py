@@ -249,7 +249,7 @@ CASES = {
          "in step 2 of 6, forward", STOPPED], ["train.timeout=2"], within=40.0,
     ),
     # ------------------------------------------------------------ memory, storage
-    "the kernel kills it, short of memory": FaultCase(
+    "the kernel kills it for lack of memory": FaultCase(
         Fault(do="fill memory", rank=1), 2, 12,
         [
             r"^rank 1 was killed by the kernel, which is short of memory", "in step 2 of 6, forward",

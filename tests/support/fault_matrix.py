@@ -83,8 +83,8 @@ def rl_row_begins(name: str, case: RlCase) -> str:
 def lost_of_rl(case: RlCase) -> str:
     """What a resumed run does again."""
     if "vanish" in case.fault.do:
-        return "the folder, with all that was in it"
-    return case.lost or (f"step {case.saved + 1}" if case.saved else "nothing that was saved: it begins anew")
+        return "the run folder and everything in it"
+    return case.lost or (f"step {case.saved + 1}" if case.saved else "nothing saved: the run starts again")
 
 
 def measure(name: str, case: FaultCase, shared: Path) -> Row:
@@ -110,12 +110,12 @@ def lost(case: FaultCase, run: Path) -> str:
     if not case.status:
         return "nothing"
     if "vanish" in case.fault.do:
-        return "the folder, with all that was in it"
+        return "the run folder and everything in it"
     if not (run / "metrics.jsonl").exists():
-        return "nothing: no step was done"
+        return "nothing: no step was finished"
     done, failed_step = last_whole(run), case.fault.step
     if not done:
-        return "nothing: no step was done" if failed_step <= 1 else f"steps 1 to {failed_step}: none was saved"
+        return "nothing: no step was finished" if failed_step <= 1 else f"steps 1 to {failed_step}: none was saved"
     if done >= failed_step:
         return "nothing"
     return f"step {failed_step}" if done == failed_step - 1 else f"steps {done + 1} to {failed_step}"

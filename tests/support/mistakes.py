@@ -150,10 +150,10 @@ OF_THE_COMMAND = [
     Mistake("nothing given", ["sft"], ["set model.path=...", "set data.path=..."],
             ["sft", "model.path=tiny", "data.path=chats.jsonl", "train.steps=1"]),
     Mistake("no ranks", sft("--nproc", "0"), ["--nproc: 0 is not a whole number of 1 or more"], sft("--nproc", "1")),
-    Mistake("ranks that do not make the mesh", sft("mesh.dp_shard=2", "--nproc", "3"),
+    Mistake("a number of ranks that does not match the mesh", sft("mesh.dp_shard=2", "--nproc", "3"),
             ["mesh.dp_shard", "3 ranks", "--nproc 2"], sft("mesh.dp_shard=2", "--nproc", "2")),
     Mistake("a config of weft rl for weft sft", ["sft", "rl.yaml"], ["rl and rollout belong to `weft rl`"], rl()),
-    Mistake("resuming what is not there", ["sft", "--resume", "ruin"], ["--resume ruin: it does not exist"], sft()),
+    Mistake("resuming a run that does not exist", ["sft", "--resume", "ruin"], ["--resume ruin: it does not exist"], sft()),
     Mistake("resuming a folder that is no run", ["sft", "--resume", "tiny"], ["contains no config.yaml"], sft()),
     Mistake("resuming a run of another command", ["rl", "--resume", "run"],
             ["weft sft wrote this run: use weft sft --resume run"], sft(), files={"run/config.yaml": SFT_YAML}),
@@ -173,7 +173,7 @@ OF_THE_CONFIG = [
             sft("optimizer.name=adamw")),
     Mistake("out of range", sft("optimizer.lr=-1e-3"), ["optimizer.lr is -0.001; it must be above 0"],
             sft("optimizer.lr=1e-3")),
-    Mistake("two keys for one thing", sft("train.epochs=1"), ["train.steps replaces train.epochs"],
+    Mistake("two keys with the same purpose", sft("train.epochs=1"), ["train.steps replaces train.epochs"],
             sft("train.epochs=1", "train.steps=null")),
     Mistake("both sizes of a step", sft("step.tokens=64"), ["set one of them to null"],
             sft("step.tokens=64", "step.documents=null")),
@@ -208,7 +208,7 @@ OF_PATHS = [
     Mistake("a reward misspelt", rl("rl.reward=[exat_match]"), ["Did you mean exact_match?"], rl(), PATHS),
     Mistake("a reward function misspelt", rl("rl.reward=[mine:is_rihgt]"), ["Did you mean mine:is_right?"],
             rl("rl.reward=[mine:is_right]"), PATHS, {"mine.py": REWARDS}),
-    Mistake("a reward's file misspelt", rl("rl.reward=[mien:is_right]"), ["there is no module mien", "mend the path"],
+    Mistake("a reward's file misspelt", rl("rl.reward=[mien:is_right]"), ["there is no module mien", "fix the path"],
             rl("rl.reward=[mine:is_right]"), PATHS, {"mine.py": REWARDS}),
     Mistake("an optimizer's class misspelt", sft("optimizer.name=torch.optim:Adamaxx"),
             ["Did you mean torch.optim:Adamax?"], sft("optimizer.name=torch.optim:Adamax"), PATHS),
@@ -240,14 +240,14 @@ OF_DATA = [
             files={"chats.jsonl": '{"text": "ä"}\n'.encode("latin-1")}, mended={"chats.jsonl": '{"text": "ä"}\n'}),
     Mistake("a comma too many in CSV", sft("data.path=a.csv"), ["a.csv:2: has 3 fields, but the header has 2"],
             None, DATA, {"a.csv": "prompt,completion\na,b,c\n"}, {"a.csv": 'prompt,completion\na,"b,c"\n'}),
-    Mistake("a gzip file cut short", sft("data.path=a.jsonl.gz"), ["is a truncated or damaged gzip file"], None, DATA,
+    Mistake("a truncated gzip file", sft("data.path=a.jsonl.gz"), ["is a truncated or damaged gzip file"], None, DATA,
             {"a.jsonl.gz": gzip.compress(GOOD.encode())[:-12]}, {"a.jsonl.gz": gzip.compress(GOOD.encode())}),
     Mistake("labels of another length", sft(), ["`labels` has 1 values, but `input_ids` has 2"], None, DATA,
             {"chats.jsonl": rows({"input_ids": [9, 8], "labels": [8]})},
             {"chats.jsonl": rows({"input_ids": [9, 8], "labels": [9, 8]})}),
     Mistake("a document longer than data.max_length", sft("data.max_length=8"), ["data.long_documents"],
             sft("data.max_length=8", "data.long_documents=drop"), DATA, {"chats.jsonl": LONG_TEXT}),
-    Mistake("a template that leaves the answer out", sft(),
+    Mistake("a template that omits the answer", sft(),
             ["cannot determine which tokens are the assistant's", "data.chat_template"],
             sft("data.chat_template=right.jinja"), DATA, {"tiny/chat_template.jinja": QUESTION_ONLY},
             {"right.jinja": CHATML}),
@@ -256,7 +256,7 @@ OF_DATA = [
             {"tiny/config.json": CONFIG_16.replace("16", "300", 1)}),
     Mistake("prompts too long", rl("rollout.max_prompt_tokens=2"), ["Set rollout.max_prompt_tokens=4"],
             rl("rollout.max_prompt_tokens=4"), DATA),
-    Mistake("no right answers", rl(), ["the row has `target`", "Set 'data.columns={answer: COLUMN}'"],
+    Mistake("no reference answers", rl(), ["the row has `target`", "Set 'data.columns={answer: COLUMN}'"],
             rl("data.columns={answer: target}"), DATA,
             {"sums.jsonl": rows({"prompt": "1+1=", "target": "2"})}),
 ]  # fmt: skip
@@ -264,7 +264,7 @@ OF_DATA = [
 OF_MODELS = [
     Mistake("no tokenizer", sft(), ["contains no tokenizer", "tokenizer.json"], None, DATA,
             {"tiny/tokenizer.json": None, "tiny/tokenizer_config.json": None}),
-    Mistake("weights cut short", sft(), ["or is truncated: 3 bytes", "Fetch or write it again"], None, DATA,
+    Mistake("truncated weights", sft(), ["or is truncated: 3 bytes", "Fetch or write it again"], None, DATA,
             {"tiny/model.safetensors": b"abc"}),
     Mistake("a broken config.json", sft(), ["tiny/config.json: is not JSON", "Fetch or write it again"], None, DATA,
             {"tiny/config.json": "{"}),
@@ -336,11 +336,11 @@ def _weft(words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str
 def _remedy(mistake: Mistake) -> str:
     """In the words of the command that differ, or the files."""
     if mistake.remedy is None:
-        return "mended " + ", ".join(map(_code, mistake.mended or mistake.files))
+        return "fixed " + ", ".join(map(_code, mistake.mended or mistake.files))
     new = [word for word in mistake.remedy if word not in mistake.words]
     if mistake.words[:2] != mistake.remedy[:2]:
         new = ["weft", *mistake.remedy]
-    return _code(" ".join(new)) if new else "left out"
+    return _code(" ".join(new)) if new else "removed"
 
 
 def _code(text: str) -> str:

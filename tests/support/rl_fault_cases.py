@@ -16,7 +16,7 @@ from tests.support.rl_faults import RlFault, RlRun
 from weft.inference.records import FOLDER, rollout_files
 
 STEPS = 3  # rollout steps of one optimizer step each, with a checkpoint after each
-ALL = "nothing: the run goes on"
+ALL = "nothing: the run continues"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def engines() -> dict[str, RlCase]:
         fault=RlFault(do="raise", once="once", **generating), when="generating, step 2", words=hf_engine, **goes_on,
         says=["rollout engine 0 is replaced, .*RuntimeError: boom", back],
     )  # fmt: skip
-    cases["a rollout engine answers nonsense"] = RlCase(
+    cases["a rollout engine returns invalid answers"] = RlCase(
         fault=RlFault(do="an engine answers nonsense"), when="generating, step 1", words=hf_engine,
         **goes_on | {"on": "one process"},
         says=["rollout engine 0 is replaced, .*returned an invalid completion: ValueError: logprob nan", back],
@@ -191,11 +191,11 @@ def engines() -> dict[str, RlCase]:
         within=60.0,
         says=["rollout engine 0 has failed 2 times within 3600 s, and rollout.restarts is 1", "rollout engine 0 died"],
     )  # fmt: skip
-    cases["a rollout engine is killed, and none is replaced"] = RlCase(
+    cases["a rollout engine is killed, and is not replaced"] = RlCase(
         fault=RlFault(do="kill", **generating), status=10, words=[*hf_engine, "rollout.restarts=0"], **ends,
         says=["rollout engine 0 died"],
     )  # fmt: skip
-    cases["a rollout engine is stopped, and none is replaced"] = RlCase(
+    cases["a rollout engine is stopped, and is not replaced"] = RlCase(
         fault=RlFault(do="stop", **generating), status=11, words=[*hf_engine, *soon, "rollout.restarts=0"], **ends,
         within=90.0, says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"],
     )  # fmt: skip
@@ -251,7 +251,7 @@ def read_models() -> dict[str, RlCase]:
     measured = ["rl.kl_coef=0.1", "reference.ranks=1"]
     for model, words, name, when, fault in (
         ("reward model", SCORED, "loading", "loading the models", {"phase": "load"}),
-        ("reward model", SCORED, "scoring", "asking for rewards, step 2", {"phase": "score", "after": later}),
+        ("reward model", SCORED, "scoring", "computing rewards, step 2", {"phase": "score", "after": later}),
         ("reference", measured, "loading", "loading the models", {"phase": "load"}),
         ("reference", measured, "reading", "computing logprobs, step 2", {"phase": "logprobs", "after": later}),
     ):
@@ -262,7 +262,7 @@ def read_models() -> dict[str, RlCase]:
                 says=[rf"restart  {model} ranks are started again, restart 1 of 3", f"{model} ranks load"], **common,
             )  # fmt: skip
     scoring: dict[str, Any] = {"who": "reference_critic", "step": 0, "phase": "score", "after": later}
-    ends: dict[str, Any] = {"when": "asking for rewards, step 2", "on": "Ray, a reward model", "saved": 1}
+    ends: dict[str, Any] = {"when": "computing rewards, step 2", "on": "Ray, a reward model", "saved": 1}
     cases["a reward model is killed each time"] = RlCase(
         fault=RlFault(do="kill", **scoring), status=10, words=[*SCORED, "cluster.frozen_restarts=1"], within=60.0,
         says=["ranks have failed 2 times within 3600 s, and cluster.frozen_restarts is 1", "rank 0 died"], **ends,
@@ -271,7 +271,7 @@ def read_models() -> dict[str, RlCase]:
         ("kill", "killed", 10, [], "reward model rank 0 died"),
         ("stop", "stopped", 11, SOON, r"reward model rank 0 .*is stopped \(SIGSTOP\)"),
     ):
-        cases[f"a reward model is {done}, and none is started anew"] = RlCase(
+        cases[f"a reward model is {done}, and is not restarted"] = RlCase(
             fault=RlFault(do=do, **scoring), status=status, words=[*SCORED, *options, "cluster.frozen_restarts=0"],
             within=90.0, says=[message, "scoring conversations"], **ends,
         )  # fmt: skip
@@ -286,16 +286,16 @@ def read_models() -> dict[str, RlCase]:
         says=["the critic gives values that are not finite, of sample .* fsdp.param_dtype=fp32"],
     )  # fmt: skip
     cases["a reward model gives NaN for a sample"] = RlCase(
-        fault=RlFault(do="reward model gives NaN"), when="asking for rewards, step 1", words=SCORED, failed=1,
+        fault=RlFault(do="reward model gives NaN"), when="computing rewards, step 1", words=SCORED, failed=1,
         **goes_on | {"lost": SAMPLES[1]}, says=["reward   reward_model failed for sample .*: the model's score is nan"],
     )  # fmt: skip
     cases["a reward model raises scoring"] = RlCase(
         fault=RlFault(who="reference_critic", do="raise", phase="score", step=0, after=later), status=1, words=SCORED,
         says=["reward model rank 0 failed: RuntimeError: boom", "scoring conversations"], traceback=True, saved=1,
-        when="asking for rewards, step 2", on="Ray, a reward model",
+        when="computing rewards, step 2", on="Ray, a reward model",
     )  # fmt: skip
     cases["a reward model gives too few scores"] = RlCase(
-        fault=RlFault(do="few scores"), status=1, words=SCORED, saved=0, when="asking for rewards, step 1",
+        fault=RlFault(do="few scores"), status=1, words=SCORED, saved=0, when="computing rewards, step 1",
         says=[r"the reward.model.* has given \d+ scores for \d+ conversations"], traceback=True,
     )  # fmt: skip
     in_advantage = [*TAUGHT, "rl.teacher_in=advantage"]
@@ -321,7 +321,7 @@ def read_models() -> dict[str, RlCase]:
 CONTROLLER: dict[str, tuple[str, int, list[str], int]] = {
     "load": ("loading the models", 1, [], 0),
     "generate": ("generating, step 2", 3, [], 1),
-    "reward": ("asking for rewards, step 2", 3, [], 1),
+    "reward": ("computing rewards, step 2", 3, [], 1),
     "advantages": ("computing advantages, step 2", 2, [], 1),
     "update": ("updating, step 2", 2, [], 1),
     "sync": ("syncing weights, step 2", 3, [], 1),
@@ -349,7 +349,7 @@ def controllers() -> dict[str, RlCase]:
             name = f"the controller is killed, {when}" + (", with Ray" if "Ray" in on else "")
             fault = RlFault(who="controller", do="kill", phase=phase, nth=nth)
             cases[name] = RlCase(fault=fault, status=-9, saved=saved, on=on, tidy=False, **common)
-    cases["the controller is stopped, and goes on"] = RlCase(
+    cases["the controller is stopped, and continues"] = RlCase(
         fault=RlFault(who="controller", do="stop for a while", phase="update", nth=2), when="updating, step 2",
         status=0, on="Ray, 1 rank", words=["train.timeout=2"], lost=ALL, saved=3, resumes=False,
     )  # fmt: skip
@@ -378,12 +378,12 @@ def raising() -> dict[str, RlCase]:
             fault=RlFault(do="raise", phase=phase, step=step), when=when, status=1, words=keys, saved=saved,
             says=["trainer rank 0 failed: RuntimeError: boom", WHERE[name], "Traceback"], traceback=True,
         )  # fmt: skip
-    cases["what computes advantages raises"] = RlCase(  # in the controller: no trainer computes them
+    cases["the advantage function raises"] = RlCase(  # in the controller: no trainer computes them
         fault=RlFault(who="controller", do="raise", phase="advantages", nth=2), status=1, saved=1,
         when="computing advantages, step 2", says=["RuntimeError: boom", "Traceback"], traceback=True,
     )  # fmt: skip
     for on in ("one process", "Ray, 1 rank"):
-        cases["what computes advantages hangs" + (", with Ray" if "Ray" in on else "")] = RlCase(
+        cases["the advantage function hangs" + (", with Ray" if "Ray" in on else "")] = RlCase(
             fault=RlFault(who="controller", do="sleep", phase="advantages", nth=2), status=11, saved=1, on=on,
             when="computing advantages, step 2", words=["train.timeout=10"], tidy=False,
             says=[r"has been in one call for 1\d seconds \(train.timeout\)", "compute_advantages", "Resume"],
@@ -397,7 +397,7 @@ OTHERS = {
         fault=RlFault(do="memory"), when="forward, step 2", status=12,
         says=["trainer rank 0 failed: MemoryError", "model.recompute=selective or full"],
     ),
-    "the kernel kills a trainer rank, short of memory": RlCase(
+    "the kernel kills a trainer rank for lack of memory": RlCase(
         fault=RlFault(do="fill memory"), when="forward, step 2", status=12, on="Ray, 1 rank", megabytes=4000,
         says=["trainer rank 0 was killed by the kernel, which is short of memory", "in step 2 of 3, forward"],
     ),
@@ -417,7 +417,7 @@ OTHERS = {
         fault=RlFault(who="controller", do="small files", phase="save", nth=2), when="saving, step 2",
         status=13, says=["could not save step 2 to run/checkpoints", *STORAGE],
     ),
-    "a sync brings other bytes": RlCase(
+    "a sync delivers wrong bytes": RlCase(
         fault=RlFault(do="another checksum"), when="syncing weights, before step 1", status=1, saved=0,
         words=["rollout.engine=hf"],
         says=["rollout.restarts is 3", "bytes that differ from the sent bytes, version 0", "weft rl --resume run"],
@@ -460,11 +460,11 @@ AGENT = [
 ]  # fmt: skip
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # the model has no token but digits
 OF_PHASE = {
-    "reward": "asking for rewards", "start": "starting an environment", "step": "a step of an environment",
-    "agent start": "an agent before it asks", "agent step": "an agent after it was answered",
+    "reward": "computing rewards", "start": "starting an environment", "step": "a step of an environment",
+    "agent start": "an agent before its first call", "agent step": "an agent after an answer",
 }  # fmt: skip
 PROMPT = "14+56="  # of step 2
-SAMPLES = {1: "nothing but 1 sample, which is not trained", 3: "nothing but 3 samples, which are not trained"}
+SAMPLES = {1: "1 sample, which is not trained", 3: "3 samples, which are not trained"}
 
 
 def users() -> dict[str, RlCase]:
@@ -527,13 +527,13 @@ ENVIRONMENT_FAULTS = (
     ("raises MemoryError", "memory", "FaultyEnvironment.start: MemoryError"),
 )
 AGENT_FAULTS = (
-    ("process is killed before it asks", "kill", "start", ": its process was ended by signal 9"),
+    ("process is killed before its first call", "kill", "start", ": its process was ended by signal 9"),
     ("process is killed after an answer", "kill", "step", ": its process was ended by signal 9"),
-    ("process is stopped before it asks", "stop", "start", " took more than 2 seconds"),
+    ("process is stopped before its first call", "stop", "start", " took more than 2 seconds"),
     ("process is stopped after an answer", "stop", "step", " took more than 2 seconds"),
     ("hangs after an answer", "sleep", "step", " took more than 2 seconds"),
     ("raises after an answer", "raise", "step", ": RuntimeError: boom"),
-    ("ends by os._exit before it asks", "exit", "start", ": its process ended with status 7"),
+    ("ends by os._exit before its first call", "exit", "start", ": its process ended with status 7"),
     ("returns NaN", "nan", "step", ": ValueError: gave the reward nan"),
     ("returns words", "words", "step", ": TypeError: gave 'good' for a reward"),
 )
@@ -547,30 +547,30 @@ REPLIES = (
 )
 ALWAYS = {
     "reward returns another number of values": RlCase(
-        fault=RlFault(who="user", do="too few", phase="reward"), when="asking for rewards, step 1", status=2,
+        fault=RlFault(who="user", do="too few", phase="reward"), when="computing rewards, step 1", status=2,
         words=OF_USER,
         says=[r"error: rl\.reward: reward returned 2 values for 3 completions"], saved=0,
     ),
     "reward raises for all samples": RlCase(
-        fault=RlFault(who="user", do="raise", phase="reward"), when="asking for rewards, step 1", status=2,
+        fault=RlFault(who="user", do="raise", phase="reward"), when="computing rewards, step 1", status=2,
         words=OF_USER,
         says=[r"error: rl\.reward: reward failed for all 6 samples"], saved=0,
     ),
     "reward hangs for all samples": RlCase(
-        fault=RlFault(who="user", do="sleep", phase="reward"), when="asking for rewards, step 1", status=2,
+        fault=RlFault(who="user", do="sleep", phase="reward"), when="computing rewards, step 1", status=2,
         words=OF_USER,
         says=[r"error: rl\.reward: reward failed for every one", "gave no answer within 2 seconds"], saved=0,
     ),
-    "reward says nothing of any sample": RlCase(
+    "reward returns None for all samples": RlCase(
         fault=RlFault(who="user", do="none", phase="reward"), when="in every step", status=2, saved=1,
-        lost="what was not saved",
+        lost="steps without a checkpoint",
         words=[*OF_USER, "train.max_nonfinite=2"], says=["error: 2 rollout steps in a row had no sample to train"],
     ),
-    "all rewards are alike, for ever": RlCase(
+    "all rewards are always equal": RlCase(
         fault=RlFault(who="user", do="all alike", phase="reward"), when="in every step", status=2,
         words=OF_USER, saved=3,
         says=["warning  3 rollout steps in a row had no training signal", "error: the run had no training signal"],
-        lost="nothing: all steps were done", resumes=False,
+        lost="nothing: all steps were finished", resumes=False,
     ),
     "environment raises for all samples": RlCase(
         fault=RlFault(who="user", do="raise", phase="start"), when="starting an environment, step 1", status=2,
@@ -580,7 +580,7 @@ ALWAYS = {
     "fork server of environments is killed": RlCase(
         fault=RlFault(who="user", do="kill the parent", phase="step", once="once"), words=ENVIRONMENT, status=0,
         when="a step of an environment, step 1", failed=None, saved=3, resumes=False,
-        lost="nothing but conversations under way",
+        lost="the current conversations",
         # Only the first three of a rollout's failures are printed, in the order in which they are noticed.
         says=[
             r"FaultyEnvironment\.(start|step): its process ended with its parent process, which was killed or stopped"
