@@ -691,7 +691,7 @@ COMMANDS = {
         "Measure loss and accuracy on held-out data, or pass@k with rewards.",
         "weft eval RUN|MODEL DATA [section.key=value ...] [options]",
     ),
-    "watch": Command(WatchOptions, _watch, "Watch a running run in the terminal."),
+    "watch": Command(WatchOptions, _watch, "Watch a run live in the terminal."),
     "rollouts": Command(RolloutsOptions, _rollouts, "Show the samples of a weft rl run, with their rewards."),
     "report": Command(ReportOptions, _report, "Write an HTML page about a run, or a page that compares several runs."),
     "data": Command(

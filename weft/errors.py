@@ -32,19 +32,19 @@ def runs_own_code(path: str, error: BaseException, key: str = "model.path") -> U
     if "trust_remote_code" not in str(error):
         return None
     return UserError(
-        f"{key}: {path} asks for code of its own to be run (auto_map in one of its JSON files), which weft never does. "
+        f"{key}: {path} needs code that comes with it (auto_map in one of its JSON files), which weft never runs. "
         "Use an architecture and a tokenizer that transformers ships: a newer version may have them."
     )
 
 
 def how_to_install(package: str, extra: str) -> str:
-    """How to install what is missing, as the end of a sentence: the package alone, or all that one of weft's extras
-    brings. On the index the name `weft` is another project's, so that extras are named for a clone."""
-    return f"pip install {shlex.quote(package)}, or all that goes with it in weft's clone: pip install '.[{extra}]'"
+    """How to install a missing package, as the end of a sentence: the package alone, or one of weft's extras. On the
+    index the name `weft` belongs to another project, so extras can be installed only from a clone."""
+    return f"pip install {shlex.quote(package)}, or the whole extra in weft's clone: pip install '.[{extra}]'"
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a Rust library (tokenizers, safetensors) has hit a bug of its own: such exceptions are no `Exception`."""
+    """Whether a Rust library (tokenizers, safetensors) has panicked. Such errors are not subclasses of `Exception`."""
     return type(error).__name__ == "PanicException"
 
 

@@ -35,14 +35,14 @@ def regular_file(path: Path, purpose: str) -> Path:
             raise _is_not(path, "a loop of symbolic links", purpose) from error
         raise UserError(f"{path}: cannot be opened: {error.strerror}.") from error
     except ValueError as error:  # a NUL, or half of a surrogate pair
-        raise UserError(f"{str(path)!r} is no name that a file can have ({error}); it should be {purpose}.") from error
+        raise UserError(f"{str(path)!r} cannot be a file name ({error}): write the path of {purpose}.") from error
     if kind != stat.S_IFREG:
         raise _is_not(path, _KINDS.get(kind, "no regular file"), purpose)
     return path
 
 
 def _is_not(path: Path, kind: str, purpose: str) -> UserError:
-    return UserError(f"{path}: is {kind}, not {purpose}: put {purpose} in its place.")
+    return UserError(f"{path}: is {kind}, not {purpose}: replace it by {purpose}.")
 
 
 def read_object(path: Path, purpose: str) -> dict[str, Any]:
@@ -54,13 +54,13 @@ def read_object(path: Path, purpose: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     except RecursionError as error:
-        raise UserError(f"{path}: is nested too deep to be read. Fetch or write it again.") from error
+        raise UserError(f"{path}: is nested too deeply to be read. Fetch or write it again.") from error
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"{path}: is not JSON: {first_line(error)}. Fetch or write it again.") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: is {type(content).__name__}, not an object, in JSON. Fetch or write it again.")
+        raise UserError(f"{path}: contains JSON, but no object ({type(content).__name__}). Fetch or write it again.")
     return content
 
 
@@ -93,7 +93,7 @@ def check_folder(path: str) -> None:
     if (folder / _GENERATION).exists():
         ends = read_object(folder / _GENERATION, "the config of generation").get("eos_token_id")
         if not all(type(token) is int for token in (ends if isinstance(ends, list) else [ends]) if token is not None):
-            raise UserError(f"{folder / _GENERATION}: eos_token_id is {ends!r}, not a token's number, or several.")
+            raise UserError(f"{folder / _GENERATION}: eos_token_id is {ends!r}; it must be a token id, or a list.")
 
 
 # Modules and labels are created one by one: a config with a billion of them would fill the memory.

@@ -32,9 +32,9 @@ def check_model_is_there(path: str) -> None:
         return
     if constants.HF_HUB_OFFLINE:
         raise UserError(
-            f"model.path {path} is no folder here and not in the hub's cache ({constants.HF_HUB_CACHE}), and "
-            "HF_HUB_OFFLINE is set: unset it, name a folder, or fetch the model first "
-            f"where it is not set.{near_names(Path(path), folders=True)}"
+            f"model.path {path} is not a folder here, not in the hub's cache ({constants.HF_HUB_CACHE}), and "
+            "HF_HUB_OFFLINE is set: write the path of a folder, or unset HF_HUB_OFFLINE and download the model "
+            f"once.{near_names(Path(path), folders=True)}"
         )
     if getproxies():
         return
@@ -43,7 +43,7 @@ def check_model_is_there(path: str) -> None:
         socket.create_connection((hub.hostname or "", hub.port or 443), timeout=_SECONDS).close()
     except OSError as error:
         raise UserError(
-            f"model.path {path} is no folder here and not in the hub's cache, and {hub.hostname} cannot be reached "
-            f"({error.strerror or error}): name a folder, or fetch it where there is a network."
+            f"model.path {path} is not a folder here and not in the hub's cache, and {hub.hostname} cannot be reached "
+            f"({error.strerror or error}): write the path of a folder, or download the model where there is a network."
             f"{near_names(Path(path), folders=True)}"
         ) from error

@@ -46,8 +46,8 @@ def import_module(path: str, key: str, module_name: str | None = None) -> Any:
         absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         subject = f"there is no module {error.name} for {path}, which" if absent else path
         raise UserError(
-            f"{key}: {subject} cannot be imported: {error}. It is looked for among the installed packages, in "
-            f"PYTHONPATH and in {os.getcwd()}: install it, or mend the path."
+            f"{key}: {subject} cannot be imported: {error}. weft searches the installed packages, PYTHONPATH and "
+            f"{os.getcwd()}: install it, or fix the path."
         ) from error
 
 
@@ -64,9 +64,9 @@ def import_named(path: str, key: str) -> Any:
     for part in name.split("."):
         if not hasattr(value, part) and module_name == "__main__":
             raise UserError(
-                f"{key}: {path} belongs to the program that started the run, and this is another process: put it into "
-                f"a module, and set {key} to its import path. A run that began with it goes on from a program that has "
-                "it, too: weft.rl(resume=RUN, reward=...)."
+                f"{key}: {path} is defined in the program that started the run, and this is another process: move it "
+                f"to a module, and set {key} to its import path. To resume a run that began with it, pass it again: "
+                "weft.rl(resume=RUN, reward=...)."
             )
         if not hasattr(value, part):
             raise UserError(f"{key}: {module_name} has no {name}.")
@@ -107,8 +107,8 @@ def named_problem(path: str, key: str) -> str:
             return ""  # may be made by other means than a file
         if spec is None:
             return (
-                f"{key}: there is no module {'.'.join(parts[: number + 1])} for {path}, which is looked for among the "
-                f"installed packages, in PYTHONPATH and in {os.getcwd()}: install it, or mend the path."
+                f"{key}: there is no module {'.'.join(parts[: number + 1])} for {path}. weft searches the installed "
+                f"packages, PYTHONPATH and {os.getcwd()}: install it, or fix the path."
             )
         names, locations = _names(spec.origin), spec.submodule_search_locations
         places = None if locations is None else list(locations)

@@ -25,36 +25,36 @@ def plugins(group: str) -> tuple[EntryPoint, ...]:
 
 
 def plugin(name: str, key: str, built_in: tuple[str, ...] = ()) -> EntryPoint | None:
-    """The entry point of this name for a config key, or None. UserError if two packages give the name. built_in: names
-    that are weft's own, whatever packages give (`shadowed`)."""
+    """The entry point of this name for a config key, or None. UserError if two packages register it. built_in: names
+    that always mean weft's built-in objects (`shadowed`)."""
     entries = [entry for entry in plugins(GROUPS[key]) if entry.name == name and name not in built_in]
     if len({(package_of(entry), entry.value) for entry in entries}) > 1:
         givers = (f"{package_of(e)} ({e.value})" for e in entries)
         raise UserError(
-            f"{key}: {name} is a name that {' and '.join(givers)} give ({GROUPS[key]}): uninstall one of the packages, "
-            "or name the import path."
+            f"{key}: {' and '.join(givers)} both register the name {name} ({GROUPS[key]}): uninstall one of the "
+            "packages, or write the import path."
         )
     return entries[0] if entries else None
 
 
 def shadowed(key: str, names: Collection[str], built_in: Collection[str]) -> list[str]:
-    """A line for each entry point whose name is one of `names` and weft's own, which is used in its place."""
+    """A line for each entry point whose name is one of `names` and is also built in: the built-in object is used."""
     return [
-        f"{key}: {entry.name} is weft's own; {entry.value} of {package_of(entry)}, which has the same name, is not "
-        "used."
+        f"{key}: {entry.name} is a built-in name; weft does not use {entry.value} of {package_of(entry)}, which has "
+        "the same name."
         for entry in plugins(GROUPS[key])
         if entry.name in names and entry.name in built_in
     ]
 
 
 def load_plugin(entry: EntryPoint, key: str) -> Any:
-    """What an entry point names. UserError if it cannot be imported."""
+    """The object that an entry point names. UserError if it cannot be imported."""
     try:
         return entry.load()
     except (Exception, SystemExit) as error:  # whatever the package's modules raise
         raise UserError(
             f"{key}: {entry.name} is {entry.value} of {package_of(entry)}, which cannot be imported: "
-            f"{type(error).__name__}: {first_line(error)}. Mend the package, or uninstall it."
+            f"{type(error).__name__}: {first_line(error)}. Fix the package, or uninstall it."
         ) from error
 
 

@@ -42,7 +42,7 @@ def item(text: str, start: int) -> tuple[Any, int]:
 def named(error: json.JSONDecodeError) -> str:
     """The error's message, with an invisible NUL byte named."""
     if error.doc[error.pos : error.pos + 1] == "\0":
-        return "it holds a NUL byte (the file is cut, or not UTF-8)"
+        return "it holds a NUL byte (the file is truncated, or not UTF-8)"
     return error.msg
 
 

@@ -86,12 +86,12 @@ BUGS = (HSDP_OFFLOAD, HSDP_BUFFERS, GROUPED_MM_EMPTY, GROUPED_MM_NO_ROWS)
 
 
 def out_of_date(installed: tuple[int, int]) -> list[str]:
-    """A sentence for each entry that the installed version of torch does not bear out."""
-    found = []
+    """A sentence for each entry that is not confirmed for the installed version of torch, or not true there."""
+    lines = []
     for bug in BUGS:
         version = ".".join(map(str, installed))
         if bug.present is None and not bug.known[0] <= installed <= bug.known[1]:
-            found.append(f"{bug.name}: nobody has looked at torch {version} ({bug.url})")
+            lines.append(f"{bug.name}: not checked for torch {version} ({bug.url})")
         elif bug.present is not None and not bug.present():
-            found.append(f"{bug.name}: gone from torch {version} ({bug.url})")
-    return found
+            lines.append(f"{bug.name}: fixed in torch {version} ({bug.url})")
+    return lines

@@ -336,7 +336,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     }
     without = {name: moments for name, moments in state.items() if name != weight}
     cases = {
-        "none": ({}, "holds no state of an optimizer"),
+        "none": ({}, "contains no optimizer state"),
         "lacking": (without, f"lacks the state of {weight} (exp_avg), {weight} (exp_avg_sq), {weight} (step)"),
         "of amsgrad": (
             {n: {**moments, "max_exp_avg_sq": moments["exp_avg"]} for n, moments in state.items()},

@@ -204,7 +204,7 @@ def test_output_that_nobody_takes(words: list[str], full: bool, tmp_path: Path) 
     assert (
         (done.returncode, "No space left" in errors) == (13, True)
         if full
-        else (done.returncode == 2 and errors.startswith("error: what reads the output of this command has ended"))
+        else (done.returncode == 2 and errors.startswith("error: the program that reads this output has ended"))
     )
 
 

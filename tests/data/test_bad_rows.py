@@ -61,7 +61,7 @@ def test_a_bad_row_is_an_error_that_names_the_key_or_is_left_out(kind: str, tmp_
     assert texts(documents) == ["1", "3"] and report.documents == 2 and report.dropped == 0
     ((source, error),) = report.bad
     assert source == path and error.startswith(f"{path}:2: ") and "\n" not in error
-    assert str(report).endswith("; 1 bad rows left out")
+    assert str(report).endswith("; 1 bad rows omitted")
     clean = write_rows(tmp_path / "clean.jsonl", good, good)
     assert report.digest == load_documents(clean, byte_tokenizer(CHATML), **OPTIONS)[1].digest
 
@@ -129,7 +129,7 @@ def test_a_run_writes_them_down_and_one_with_other_rows_is_not_resumed(
     assert cli.main(["sft", *words]) == 2
     assert "d.jsonl:4: is not valid JSON" in capsys.readouterr().err
     assert cli.main(["sft", *words, "data.bad_rows=drop"]) == 0
-    assert "; 1 bad rows left out" in capsys.readouterr().out
+    assert "; 1 bad rows omitted" in capsys.readouterr().out
     written = [json.loads(line) for line in Path("run/bad_rows.jsonl").read_text().splitlines()]
     assert [row["source"] for row in written] == ["d.jsonl", "e.jsonl"] and "d.jsonl:4: is not" in written[0]["error"]
     write_rows(Path("d.jsonl"), *rows, rows[0])  # mended: the order of the data would be another
@@ -154,6 +154,6 @@ def test_prompts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(UserError, match=r"additions\.jsonl:5: has `body`.*Or skip such rows with data\.bad_rows=drop"):
         start(task, tmp_path / "run", "train.steps=1")
     start(task, tmp_path / "other", "train.steps=1", "data.bad_rows=drop")
-    assert "4 prompts of 6 to 6 tokens; 2 bad rows left out" in capsys.readouterr().out
+    assert "4 prompts of 6 to 6 tokens; 2 bad rows omitted" in capsys.readouterr().out
     written = [json.loads(line)["error"] for line in (tmp_path / "other/bad_rows.jsonl").read_text().splitlines()]
     assert "additions.jsonl:5: has `body`" in written[0] and "additions.jsonl:6: `prompt` is empty" in written[1]

@@ -601,7 +601,8 @@ def test_a_group_without_rewards_is_not_trained_and_is_counted(task: Path, tmp_p
 def test_a_run_without_rewards_ends(task: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = (
-        r"2 rollout steps in a row had no sample to train \(train.max_nonfinite\). Of the 6 of the last one 6 have no "
+        r"2 rollout steps in a row had no sample to train \(train.max_nonfinite\). Of the last step's 6 samples, "
+        "6 have no "
     )
     keys = ["train.steps=9", "train.max_nonfinite=2", "rl.reward=[tests.support.reward_functions:of_none]"]
     with pytest.raises(UserError, match=words + "reward"):

@@ -52,7 +52,7 @@ def test_yes_to_everything_runs_nothing(name: str, tmp_path: Path, monkeypatch: 
     file, auto_map, changes, read = READERS[name]
     mark = hostile(tmp_path, file, auto_map, **changes)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
-    with pytest.raises(UserError, match="code of its own"):
+    with pytest.raises(UserError, match="code that comes with it"):
         read(str(tmp_path))
     assert not mark.exists()
 

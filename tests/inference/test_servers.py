@@ -169,7 +169,8 @@ def test_what_is_asked_is_answered(tmp_path: Path) -> None:
     async def body(fake: Fake) -> None:
         assert await fake.served.work("/echo", {"a": [1, "ü"]}, "asking") == {"path": "/echo", "body": {"a": [1, "ü"]}}
         refused = (
-            r"fake-0 refuses a request while asking, and would again: POST /refused .* status 400.*path.*fake-0.log"
+            r"fake-0 refused a request while asking, and would refuse it again: POST /refused .* status 400.*"
+            r"path.*fake-0.log"
         )
         for call in (fake.served.order, fake.served.work):
             with pytest.raises(UserError, match=refused):

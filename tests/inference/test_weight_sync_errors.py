@@ -357,7 +357,7 @@ def test_an_adapter_that_is_not_applied_is_found() -> None:
         return filled.base[name]
 
     filled._merged = forgetful  # type: ignore[method-assign]
-    with pytest.raises(SyncError, match="q_proj.weight is not its base with the adapter"):
+    with pytest.raises(SyncError, match="q_proj.weight differs from its base with the merged adapter"):
         filled.take_adapter(part)  # type: ignore[arg-type]
 
 

@@ -77,11 +77,11 @@ def test_a_reinforced_run_of_few_steps_is_told_so() -> None:
 def test_the_opening_says_which_rates_are_defaults() -> None:
     assert update_lines(rl()) == [
         "update   adamw, lr 1e-06, weight_decay 0, schedule constant; "
-        "default of weft rl: optimizer.lr, optimizer.weight_decay, schedule.name"
+        "defaults of weft rl: optimizer.lr, optimizer.weight_decay, schedule.name"
     ]
     assert update_lines(sft("lora.rank=4", "schedule.name=linear")) == [
         "update   adamw, lr 0.0001, weight_decay 0, schedule linear; "
-        "default of weft sft with lora: optimizer.lr, optimizer.weight_decay"
+        "defaults of weft sft with lora: optimizer.lr, optimizer.weight_decay"
     ]
     assert update_lines(sft("optimizer.lr=1", "optimizer.weight_decay=1", "schedule.name=wsd")) == [
         "update   adamw, lr 1, weight_decay 1, schedule wsd"

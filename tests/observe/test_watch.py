@@ -62,7 +62,7 @@ def test_what_is_seen_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (failed / LOCK).touch()
     with (failed / LOCK).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "goes on" in watched(failed, capsys)
+        assert "is running" in watched(failed, capsys)
         (failed / "metrics.jsonl").write_text("")
         assert "no step has ended yet" in watched(failed, capsys)
         (failed / "metrics.jsonl").unlink()  # as between a run's first files

@@ -104,7 +104,7 @@ def test_the_plan_that_an_example_names_fits(
     assert cli.main(shlex.split(command)) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "does not fit" not in out
-    (percent,) = re.findall(r"at the fullest \S+ GiB (\d+)% of", out)
+    (percent,) = re.findall(r"peak \S+ GiB (\d+)% of", out)
     assert share - 0.1 <= int(percent) / 100 <= share
 
 

@@ -23,6 +23,6 @@ def test_the_installed_torch_has_the_bugs_of_the_list() -> None:
 def test_an_entry_says_when_it_is_gone_and_when_nobody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = dataclasses.replace(upstream.HSDP_OFFLOAD, present=lambda: False)
     monkeypatch.setattr(upstream, "BUGS", (fixed, upstream.GROUPED_MM_EMPTY))
-    assert out_of_date((2, 13)) == [f"hsdp-offload-race: gone from torch 2.13 ({fixed.url})"]
-    nobody = f"grouped-mm-empty-groups: nobody has looked at torch 2.16 ({upstream.GROUPED_MM_EMPTY.url})"
+    assert out_of_date((2, 13)) == [f"hsdp-offload-race: fixed in torch 2.13 ({fixed.url})"]
+    nobody = f"grouped-mm-empty-groups: not checked for torch 2.16 ({upstream.GROUPED_MM_EMPTY.url})"
     assert out_of_date((2, 16))[1:] == [nobody]

@@ -298,15 +298,15 @@ def test_damaged_hidden_states_are_an_error(tmp_path: Path) -> None:
     content = path.read_bytes()
     for damaged in (content[:3] + b"\x01" + content[4:], content[:5]):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="is damaged. Remove .* and weft writes it anew"):
+        with pytest.raises(UserError, match="is damaged. Remove .* and weft writes it again"):
             cache().get(document)
-    with pytest.raises(UserError, match="is damaged. Remove .* and weft writes it anew"):
+    with pytest.raises(UserError, match="is damaged. Remove .* and weft writes it again"):
         cache()  # before any work, a file that is too short
     path.write_bytes(content)
     opened = cache()
     path.unlink()
     for attempt in (cache, lambda: opened.get(document)):
-        with pytest.raises(UserError, match="is missing. Remove .* and weft writes it anew"):
+        with pytest.raises(UserError, match="is missing. Remove .* and weft writes it again"):
             attempt()
     path.write_bytes(content)
     entries.write_bytes(entries.read_bytes()[:-1])

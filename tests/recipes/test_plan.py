@@ -386,7 +386,7 @@ def test_the_parts_of_a_step_add_up(mesh: dict[str, int]) -> None:
     assert sum(part.waits for part in time.parts) == pytest.approx(time.seconds)
     assert 0 < time.mfu < 0.6
     # No faster than the dearest rows of all micro-batches on ranks that wait for nothing.
-    computing = sum(part.waits for part in time.parts if part.name in ("matrices", "attention", "uneven rows"))
+    computing = sum(part.waits for part in time.parts if part.name in ("linear layers", "attention", "uneven rows"))
     peak = machine().peak * machine().matmul
     assert rows.flops / sizes.world / peak <= computing + 1e-12
     assert time_of(model, sizes, rows, machine(), Activations(FULL)).seconds >= time.seconds
@@ -461,14 +461,14 @@ def test_what_a_single_rank_spends_on_copies_and_the_update_by_hand() -> None:
     assert parts["end of the step"] == pytest.approx(15e-6 * len(model.weights))
     layers = model.passes(RowSharing())
     of_layers = 59 * sum(layer.forward.bytes + layer.backward.bytes for layer in layers)
-    assert parts["passes"] == pytest.approx((of_layers + 59 * model.head_passes(1)) / rate, rel=1e-3)
+    assert parts["elementwise"] == pytest.approx((of_layers + 59 * model.head_passes(1)) / rate, rel=1e-3)
     operations = sum(layer.forward.operations + layer.backward.operations for layer in layers)
     assert parts["launching"] == pytest.approx(15e-6 * operations)
 
 
 def test_a_step_with_little_to_compute_takes_what_the_host_needs() -> None:
     _, parts, time = described({}, {"dp_shard": 1}, [60])
-    assert time.limit == "launching" and time.seconds > parts["launching"] > 10 * parts["matrices"]
+    assert time.limit == "launching" and time.seconds > parts["launching"] > 10 * parts["linear layers"]
     faster = described({}, {"dp_shard": 1}, [60], replace(machine(), launch=1e-6))[2]
     assert faster.seconds < 0.2 * time.seconds
 
@@ -480,8 +480,8 @@ def test_recomputed_layers_pass_once_more_and_compiled_ones_less() -> None:
     rate, layers = 3350e9 * 0.8, model.passes(RowSharing())
     forward = 59 * sum(layer.forward.bytes for layer in layers) / rate
     both_passes = forward + 59 * sum(layer.backward.bytes for layer in layers) / rate
-    assert recomputed["passes"] - plain["passes"] == pytest.approx(forward)
-    assert plain["passes"] - fused["passes"] == pytest.approx(0.6 * both_passes)
+    assert recomputed["elementwise"] - plain["elementwise"] == pytest.approx(forward)
+    assert plain["elementwise"] - fused["elementwise"] == pytest.approx(0.6 * both_passes)
 
 
 def test_shards_are_cast_and_what_arrived_is_copied() -> None:
@@ -626,7 +626,7 @@ def test_a_model_that_fits_by_offloading_is_said_to_fit(checkout: Path, capsys: 
     assert "by fsdp.cpu_offload: weights 14.98 GiB, gradients 14.98 GiB, optimizer 29.97 GiB" in out
     assert "average 0" not in out
     assert cli.main([*words, "fsdp.cpu_offload=true", "--search"]) == 0
-    assert "take mesh." in printed(capsys)
+    assert "use mesh." in printed(capsys)
 
 
 def test_a_reference_on_the_host_takes_no_memory_of_the_accelerator(
@@ -779,14 +779,14 @@ def test_a_mesh_of_thousands_of_ranks_is_described(checkout: Path, capsys: pytes
     assert "weights 14.19 GiB" in out and "optimizer 14.19 GiB" in out  # as the dry run has it
     assert "rows to experts all-to-all ep 8" in out and "rows from experts all-to-all ep 8" in out
     assert "dp_replicate 64" in out
-    assert "bubble" in out and "at the fullest" in out
+    assert "bubble" in out and "peak" in out
 
 
 def test_the_best_meshes_are_proposed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "examples/sft_qwen3_4b.yaml", "--search", "--ranks", "16", "--length", "8192"]
     assert cli.main([*words, "--assume", "a100-40gb"]) == 0
     out = printed(capsys)
-    proposal = re.search(r"take (mesh\.\S+(?: (?:'[^']*'|\S+=\S+))*)", out)
+    proposal = re.search(r"use (mesh\.\S+(?: (?:'[^']*'|\S+=\S+))*)", out)
     assert proposal is not None and "39.4 GiB" not in out
     assert cli.main([*words[:2], "--ranks", "16", "--length", "8192", *shlex.split(proposal[1])]) == 0
 

@@ -124,7 +124,7 @@ def test_a_function_that_fails_for_every_stand_in_answer_is_an_error_with_its_pl
     monkeypatch.syspath_prepend(str(tmp_path))
     for text, message in {
         "def raises(completions, answer):\n    return [float(answer.no) for _ in completions]": (
-            r"raises \(.*tried_rewards.py:1\) fails for each of 3 stand-in answers to data.jsonl:1: AttributeError: "
+            r"raises \(.*tried_rewards.py:1\) fails for each of 3 placeholder answers to data.jsonl:1: AttributeError: "
             r"'list' object has no attribute 'no' \(.*tried_rewards.py:2\)"
         ),
         "import re\n\ndef reads(completions):\n    return [float(re.sub('a', '', [text])) for text in completions]": (
@@ -153,8 +153,10 @@ def test_stand_in_answers_are_scored_as_a_run_would(tmp_path: Path, monkeypatch:
     )
     never = "def never(completions):\n    import time; time.sleep(60)"
     first, second = tried(right, tagged, folder=tmp_path)
-    assert first == "right: 1, 0, 0 for 3 stand-in answers to data.jsonl:1"
-    assert second.startswith("tagged: no reward, no reward, 7 for 3 stand-in answers to data.jsonl:1; the last error: ")
+    assert first == "right: 1, 0, 0 for 3 placeholder answers to data.jsonl:1"
+    assert second.startswith(
+        "tagged: no reward, no reward, 7 for 3 placeholder answers to data.jsonl:1; the last error"
+    )
     (line,) = tried(never, folder=tmp_path, reward_timeout=0.3)
     assert line.endswith("the last error: the function's process gave no answer within 0.3 seconds")
     replies = "def replies(completions):\n    return [float(said[-2]['content']) for said in completions]"
@@ -451,7 +453,7 @@ def test_what_cannot_be_sent_is_said() -> None:
         )
     with pytest.raises(UserError, match="reward: 3 is of type int: give a function, the name of a built-in one"):
         name_rewards(3)
-    with pytest.raises(UserError, match="__main__:less belongs to the program that started the run"):
+    with pytest.raises(UserError, match="__main__:less is defined in the program that started the run"):
         scored([], "__main__:less")
 
 

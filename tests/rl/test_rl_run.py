@@ -341,7 +341,7 @@ def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     shared, separate = task / "together", task / "own"
     weft(command(task, shared, *keys))
     printed = weft(command(task, separate, *keys, "reference.ranks=1", "critic.ranks=1"))
-    assert printed.count("on 1 rank of its own") == 2
+    assert printed.count("on 1 separate rank") == 2
     for separate_line, shared_line in zip(lines_of(separate), lines_of(shared), strict=True):
         for name in ("loss", "grad_norm", "loss/value_avg", "critic/grad_norm"):
             assert separate_line[name] == shared_line[name], name

@@ -153,7 +153,7 @@ OF_THE_COMMAND = [
     Mistake("a number of ranks that does not match the mesh", sft("mesh.dp_shard=2", "--nproc", "3"),
             ["mesh.dp_shard", "3 ranks", "--nproc 2"], sft("mesh.dp_shard=2", "--nproc", "2")),
     Mistake("a config of weft rl for weft sft", ["sft", "rl.yaml"], ["rl and rollout belong to `weft rl`"], rl()),
-    Mistake("resuming a run that does not exist", ["sft", "--resume", "ruin"], ["--resume ruin: it does not exist"], sft()),
+    Mistake("resuming a missing run", ["sft", "--resume", "ruin"], ["--resume ruin: it does not exist"], sft()),
     Mistake("resuming a folder that is no run", ["sft", "--resume", "tiny"], ["contains no config.yaml"], sft()),
     Mistake("resuming a run of another command", ["rl", "--resume", "run"],
             ["weft sft wrote this run: use weft sft --resume run"], sft(), files={"run/config.yaml": SFT_YAML}),

@@ -54,7 +54,7 @@ def test_an_engine_is_as_near_to_fp32_as_plain_transformers(family: str, mesh: s
     assert [figure.name for figure in figures] == [NEIGHBOURS, *(f"{quantity}, {name}" for quantity in ALL)]
     assert [figure for figure in figures if not figure.passed] == []
     assert all(figure.noise is not None and figure.value < 2 * figure.noise for figure in figures[1:]), figures
-    assert "verdict: at most 4 times the difference of plain transformers in it" in remark
+    assert "verdict: at most 4 times the difference of plain transformers in this dtype" in remark
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

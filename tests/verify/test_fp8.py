@@ -58,7 +58,7 @@ def test_layers_and_models_that_round_alike(family: str, mesh: str, sections: Se
     assert all(figure.noise and figure.value < 2 * figure.noise for figure in figures if ", fp8" in figure.name), (
         figures
     )
-    assert "verdict: at most 4 times the difference of plain transformers in it" in remark
+    assert "verdict: at most 4 times the difference of plain transformers in this dtype" in remark
 
 
 def figure_passes(name: str, plant: str | None) -> bool:

@@ -26,7 +26,7 @@ from weft.errors import UserError
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
-_BASE = "what the run's config says"
+_BASE = "the run's config"
 PATH_KEYS = (
     "model.path",
     "model.dcp_weights",

@@ -648,7 +648,7 @@ class OptimizerConfig:
     )
     load_state: bool = key(
         "Start with the optimizer state in model.dcp_weights (AdamW's moments and steps, SGD's momentum). Steps, "
-        "learning rate and data order start anew.",
+        "learning rate and data order start from the beginning.",
         False,
         unread=when.NO_SAVED_STATE,
     )

@@ -64,7 +64,7 @@ class DataReport:
         )
         for count, verb in ((self.dropped, "dropped"), (self.truncated, "truncated")):
             text += f"; {count:,} longer documents {verb}" if count else ""
-        text += f"; {len(self.bad):,} bad rows left out" if self.bad else ""
+        text += f"; {len(self.bad):,} bad rows omitted" if self.bad else ""
         if self.in_epoch not in (None, self.documents):
             text += f"; an epoch takes {self.in_epoch:,} {self.unit}"
         return "\n".join([text, *(f"         {source}" for source in self.sources)])
@@ -356,8 +356,8 @@ def leak_hint(name: str, equal: Sequence[tuple[str, str]], held_out: int, noun: 
     held_out_row, training_row = equal[0]
     return [
         f"hint     {name + ': ' if name else ''}{len(equal):,} of the {held_out:,} held-out {noun} are also in the "
-        f"training data, so the evaluation says less about new data. The first: {held_out_row} equals {training_row}. "
-        "Remove them from one of the two"
+        f"training data, so the evaluation tells less about new data. For example, {held_out_row} equals "
+        f"{training_row}. Remove these documents from one of the two"
     ]
 
 

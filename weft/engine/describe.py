@@ -127,13 +127,13 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
     groups = {name: ranks.movedim(n, -1).reshape(-1, ranks.shape[n]).tolist() for n, name in enumerate(AXES)}
     groups["ep"] = ranks.reshape(-1, mesh.ep_size, mesh.tp_size).movedim(1, -1).reshape(-1, mesh.ep_size).tolist()
     meaning = {
-        "pp": "stages of consecutive layers; the same documents",
-        "dp_replicate": "copies of the model; gradients summed over them",
-        "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
+        "pp": "the same documents; each stage has consecutive layers",
+        "dp_replicate": "other documents; replicas of the shards, gradients summed",
+        "dp_shard": "other documents; parameters, gradients and optimizer state sharded (FSDP2)",
         "cp": "parts of long documents; sharded as over dp_shard",
-        "tp": f"heads, intermediate widths, vocabulary{', tokens between blocks' * engine.divided.sequence} divided; "
-        "the same documents",
-        "ep": "of dp_shard x cp: experts divided; tokens are sent to them",
+        "tp": "the same documents; heads, intermediate widths, vocabulary"
+        f"{', tokens between blocks' * engine.divided.sequence} split",
+        "ep": "ranks of dp_shard x cp; each has a part of the experts, and receives their tokens",
     }
     return [
         AxisRow(name=name, size=size, groups=groups[name], meaning=meaning[name]) for name, size in mesh.axes.items()
@@ -146,7 +146,7 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
     buffers = sorted({_name(b.dtype) for b in engine.module.buffers() if b.is_floating_point()})
     export = sorted({_name(d) for d in engine.built.source_dtypes.values()} if engine.lora is None else ())
     state = ", ".join(dict.fromkeys(map(_name, engine.moments)))
-    rows = [("masters", _name(precision.master), "the weights that the optimizer steps")]
+    rows = [("masters", _name(precision.master), "master weights, which the optimizer updates")]
     if engine.lora is not None:
         rows.append(("base", _name(precision.frozen), "frozen, never cast to fp32"))
     rows.append(("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"))

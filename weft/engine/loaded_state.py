@@ -36,8 +36,8 @@ def check_state(module: TrainModule, plan: LoadPlan, optimizer: str) -> None:
     expected = {*_MOMENTS[optimizer], *((_STEP,) if optimizer == "adamw" else ())}
     foreign = sorted(source.keys - {*expected, _STEP})
     if foreign or not source.keys:
-        has = f"the state of another optimizer ({', '.join(foreign)})" if foreign else "no state of an optimizer"
-        raise UserError(f"optimizer.load_state: {source.folder} holds {has}; optimizer.name is {optimizer}. {_ELSE}")
+        has = f"the state of another optimizer ({', '.join(foreign)})" if foreign else "no optimizer state"
+        raise UserError(f"optimizer.load_state: {source.folder} contains {has}; optimizer.name is {optimizer}. {_ELSE}")
     trained = [name for name, tensor in _trained(module).items() if name in plan.fills]
     lacking = [
         f"{file} ({key})"
@@ -86,12 +86,12 @@ def state_lines(plan: LoadPlan | None, config: OptimizerConfig) -> list[str]:
         return []
     source = plan.source
     if config.load_state:
-        return [f"state    loaded from {source.folder}; step count and data order start anew"]
+        return [f"state    loaded from {source.folder}; step count and data order start from the beginning"]
     if source.numbered:
         return [f"state    fresh: {source.folder} stores optimizer state under parameter numbers, without names"]
     if source.keys:
         return [f"state    fresh; set optimizer.load_state=true to load the state in {source.folder}"]
-    return ["state    the optimizer starts anew"]
+    return ["state    fresh: the directory has no optimizer state"]
 
 
 def _source_of(plan: LoadPlan) -> DcpSource:

@@ -116,7 +116,7 @@ class HiddenCache:
 
     def _damaged(self, path: Path) -> UserError:
         state = "is damaged" if path.exists() else "is missing"
-        return UserError(f"distill.cache_dir: {path} {state}. Remove {self.folder}, and weft writes it anew.")
+        return UserError(f"distill.cache_dir: {path} {state}. Remove {self.folder}, and weft writes it again.")
 
     def put(self, documents: Mapping[int, Document], hidden: Mapping[int, Tensor]) -> None:
         """Write the hidden states of these documents."""

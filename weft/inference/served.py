@@ -129,8 +129,8 @@ class Served:
                 if isinstance(error, RefusedError) and error.is_final:
                     name, log = self._process.name, self._process.log
                     raise UserError(
-                        f"rollout engine {name} refuses a request while {description}, and would again: {error}. Look "
-                        f"at the options of the server (rollout.engine_kwargs), its version, and {log}."
+                        f"rollout engine {name} refused a request while {description}, and would refuse it again: "
+                        f"{error}. Check the server's options (rollout.engine_kwargs), its version, and {log}."
                     ) from error
                 return task.result()
             if not task.done() and not self._dead.done():

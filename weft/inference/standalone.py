@@ -305,7 +305,7 @@ class LoadedWeights:
                 raise SyncError(f"{name} differs from the received tensor")
         for target in () if self.separate else plan.targets:
             if not torch.equal(self.state[target.weight], self._merged(plan, target, values)):
-                raise SyncError(f"{target.weight} is not its base with the adapter")
+                raise SyncError(f"{target.weight} differs from its base with the merged adapter")
         return {file: _sum(values[name]) for file, name in stored.items()}
 
     def _merged(self, plan: LoraPlan, target: Target, values: Mapping[str, Tensor]) -> Tensor:

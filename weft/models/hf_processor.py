@@ -383,7 +383,7 @@ def _set_pixels(processor: Any, pixels: Mapping[str, int]) -> None:
         missing = "min" if set(size) == {"longest_edge"} else "such limits"
         raise UserError(
             f"data.image_pixels: {type(images).__name__} of model.path has no {missing}: it makes images of {named}. "
-            f"Leave data.image_pixels{'.min' if missing == 'min' else ''} out."
+            f"Remove data.image_pixels{'.min' if missing == 'min' else ''}."
         )
     size |= {name: value for name, value in limits.items() if value is not None}
     if size.get("shortest_edge", 0) > size["longest_edge"]:

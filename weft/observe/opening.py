@@ -389,7 +389,7 @@ def update_lines(config: SftConfig | RlConfig) -> list[str]:
     lines.append(
         f"update   {optimizer.name}{options}, lr {optimizer.lr:g}, weight_decay {optimizer.weight_decay:g}, "
         f"schedule {schedule.name}{stepping}"
-        + "".join(f"; default of {command}: {', '.join(names)}" for command, names in by_command.items())
+        + "".join(f"; defaults of {command}: {', '.join(names)}" for command, names in by_command.items())
     )
     if optimizer.ema_decay is not None:
         lines.append(

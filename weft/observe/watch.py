@@ -87,7 +87,7 @@ def view(reported: ReportedRun | str) -> Table:
 def _head(reported: ReportedRun, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """(line, style) above the table: the run's state, its last step, shares of time, samples, starts and failures."""
     start = reported.starts[-1] if reported.starts else {}
-    state, style = "goes on", "bold"
+    state, style = "is running", "bold"
     if not reported.is_running and start.get("error"):
         state, style = f"failed: {start['error']}", "bold red"
     elif not reported.is_running:

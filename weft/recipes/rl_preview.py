@@ -85,7 +85,7 @@ def _task_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
     lines.append(
         f"steps    {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts_per_step, 'prompt')} x "
         f"{counted(rl.group_size, 'sample')}, {counted(plan.per_rollout, 'optimizer step')} each: "
-        f"{plan.rollouts * rl.prompts_per_step / task.stream.in_epoch:.3g} x the prompts"
+        f"{plan.rollouts * rl.prompts_per_step / task.stream.in_epoch:.3g} epochs of the prompts"
     )
     lines += few_rollout_steps(config, plan.rollouts, task.stream.in_epoch)
     lines += _sharing_lines(config, task, apart)
@@ -106,8 +106,8 @@ def _sharing_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
     most_saved, least_saved = (1 - (prompts + group * n) / (group * (prompts + n)) for n in (answers / 10, answers))
     return [
         f"shared   a prompt of {prompts:,.0f} tokens on average is forwarded once for its {counted(group, 'answer')}: "
-        f"{least_saved:.0%} fewer tokens per update if answers have rollout.max_new_tokens, {most_saved:.0%} if they "
-        f"have a tenth"
+        f"{least_saved:.0%} fewer tokens per update if answers have rollout.max_new_tokens tokens, {most_saved:.0%} if "
+        "they have a tenth of that"
     ]
 
 

@@ -50,9 +50,9 @@ def dump_paths(name: str) -> list[Path]:
         raise UserError(f"weft compare-step: {name}: there is no such file.")
     suffixes = {file.suffix for file in paths}
     if not suffixes <= set(SUFFIXES):
-        raise UserError(f"{paths[0]}: must end in {', '.join(SUFFIXES)}, which says how it is read.")
+        raise UserError(f"{paths[0]}: must end in {', '.join(SUFFIXES)}: weft reads a file by its ending.")
     if len(suffixes) > 1:
-        raise UserError(f"{name}: has files that end in {' and '.join(sorted(suffixes))}: name those of one step.")
+        raise UserError(f"{name}: has files that end in {' and '.join(sorted(suffixes))}: name the files of one step.")
     return paths
 
 

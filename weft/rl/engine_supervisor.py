@@ -218,7 +218,7 @@ class EngineSupervisor:
             if error is not None:
                 self.restarts.spend(self.actors.name, number, error)
         except ActorError as final:
-            self.restarts.show(f"engines  {self.actors.name} {number} stays away: {first_line(final)}")
+            self.restarts.show(f"engines  {self.actors.name} {number} does not join again: {first_line(final)}")
             return
         self._coming[number] = asyncio.ensure_future(self._join(number))
 
@@ -230,7 +230,7 @@ class EngineSupervisor:
             if self._replaceable(error):
                 self._come(number, error)
             elif error.kind == "user":  # its host cannot run engines: the others continue
-                self.restarts.show(f"engines  {self.actors.name} {number} stays away: {first_line(error)}")
+                self.restarts.show(f"engines  {self.actors.name} {number} does not join: {first_line(error)}")
             else:
                 self.fail(error)
             return

@@ -118,7 +118,7 @@ class Prompts(Sequence[Prompt]):
         lengths = [len(prompt.tokens) for prompt in self.prompts]
         text = f"{self.label}: {len(self):,} prompts of {min(lengths):,} to {max(lengths):,} tokens"
         text += f"; {self.dropped:,} longer ones dropped" if self.dropped else ""
-        return text + (f"; {len(self.bad):,} bad rows left out" if self.bad else "")
+        return text + (f"; {len(self.bad):,} bad rows omitted" if self.bad else "")
 
     def template_use(self) -> str:
         """A sentence on whether the chat template renders the prompts."""

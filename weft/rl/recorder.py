@@ -208,7 +208,7 @@ def truncation_line(rollout: RolloutConfig) -> str:
     text = f"with {keys}: excluded tokens are never sampled, but the policy is trained as if they could be"
     if rollout.allow_truncated:
         text += f"; {rollout.engine} does not report the kept probability mass, which biases the correction"
-    return f"{text} (sampling/kept_share says by how much)"
+    return f"{text} (metric sampling/kept_share)"
 
 
 def note_rl_start(run: RlRun) -> None:
@@ -261,5 +261,5 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
 def _on_adapters(config: RlConfig) -> str:
     if not config.lora.on:
         return ""
-    beside = samples_separate(config.lora) or config.rollout.engine == "vllm"
-    return "; adapters beside the base" if beside else "; adapters merged into it"
+    separate = samples_separate(config.lora) or config.rollout.engine == "vllm"
+    return "; adapters separate from the base" if separate else "; adapters merged into the base"

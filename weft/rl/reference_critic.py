@@ -157,7 +157,7 @@ def where_separate(config: RlConfig, role: Role) -> str:
     """Where the separate ranks of a role are, for its line at start."""
     devices = device_lists(config.cluster.devices).get(device_role(role))
     if devices is None:
-        return f"on {counted(own_ranks(config)[role], 'rank')} of its own"
+        return f"on {counted(own_ranks(config)[role], 'separate rank')}"
     return f"on devices {show_devices(devices)}"
 
 

@@ -26,8 +26,8 @@ class EmptySteps:
         self.in_a_row = 0 if any(is_trained(sample, config) for sample in samples) else self.in_a_row + 1
         if self.in_a_row >= self.max_steps:
             raise UserError(
-                f"{self.in_a_row} rollout steps in a row had no sample to train (train.max_nonfinite). Of the "
-                f"{len(samples)} of the last one {why_untrained(samples, config)}. Inspect them with `weft rollouts`."
+                f"{self.in_a_row} rollout steps in a row had no sample to train (train.max_nonfinite). Of the last "
+                f"step's {len(samples)} samples, {why_untrained(samples, config)}. Inspect them with `weft rollouts`."
             )
 
 
@@ -112,7 +112,7 @@ def _shown(sample: Sample) -> str:
 
 def why_untrained(samples: Sequence[Sample], config: RlConfig) -> str:
     """The number of untrained samples by reason, as text. Each counts under the first reason that applies."""
-    reasons = {"failed in rl.environment": 0, "have no reward": 0, "sampled no token": 0, "ended at their longest": 0}
+    reasons = {"failed in rl.environment": 0, "have no reward": 0, "sampled no token": 0, "were truncated": 0}
     for sample in samples:
         if not is_trained(sample, config):
             applies = (
@@ -124,6 +124,6 @@ def why_untrained(samples: Sequence[Sample], config: RlConfig) -> str:
             reasons[list(reasons)[applies.index(True)]] += 1
     advice = {
         "have no reward": " (their functions failed or returned None)",
-        "ended at their longest": " (rl.mask_truncated, rollout.max_new_tokens)",
+        "were truncated": " (rl.mask_truncated, rollout.max_new_tokens)",
     }
     return ", ".join(f"{count} {reason}{advice.get(reason, '')}" for reason, count in reasons.items() if count)

@@ -86,9 +86,9 @@ def _compare(engine: Engine, trainer: ReferenceTrainer, step: Step) -> tuple[lis
     figures, why = [moved], "no verdict"
     if dtype is not None:
         plain = _finite_reference(trainer, step, dtype, recorder, engine)
-        why = "no verdict: plain transformers are not finite in it"
+        why = "no verdict: plain transformers are not finite in this dtype"
         if plain is not None:
-            why = f"verdict: at most {FACTOR:g} times the difference of plain transformers in it"
+            why = f"verdict: at most {FACTOR:g} times the difference of plain transformers in this dtype"
             head = f"{engine.module.facts.head}.weight"
             head = head if head in exact.gradients else f"{engine.module.facts.embedding}.weight"
             name = "fp8" if trainer.fp8 else str(dtype).removeprefix("torch.")

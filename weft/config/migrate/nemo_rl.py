@@ -396,7 +396,7 @@ class NemoRl(Algorithm):
                 name = f"{_GENERATION}.{evaluated if self.value(f'{_GENERATION}.{evaluated}') is not None else leaf}"
                 self.take(f"eval.{leaf}", self.value(name) or keeps, name)
             self.same("metric of evaluation", f"accuracy, the mean reward of {samples} sample(s)",
-                      "eval/pass@1; eval/accuracy is of a greedy answer")  # fmt: skip
+                      "eval/pass@1; eval/accuracy is for greedy answers")  # fmt: skip
         else:
             for key in [key for key in draft.values if key.startswith("eval.")]:
                 draft.drop(key, "NeMo-RL's data set contains the held-out prompts: set `eval.path`.")

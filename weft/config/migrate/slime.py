@@ -156,7 +156,7 @@ class Slime(Algorithm):
         # without their limit weft's default would apply, and weft must not drop a prompt silently
         limited = "rollout.max_prompt_tokens" in self.draft.values
         self.take("data.long_documents", "drop" if limited else "error", "data.long_documents",
-                  "longer prompts are omitted" if limited else "their prompts have any length")  # fmt: skip
+                  "longer prompts are omitted" if limited else "prompts of any length are used")  # fmt: skip
 
     def rewards(self) -> None:
         """Set rl.reward. If samples come from a function of the trainer's user, set rl.environment."""

@@ -95,7 +95,7 @@ def plan_load(
     if needed == [f"{head}.weight"] and not hf.tied_parameters(model):
         problem += (
             ', and config.json says "tie_word_embeddings": false. If the head is the embedding, write '
-            '"tie_word_embeddings": true there; else fetch the files again'
+            '"tie_word_embeddings": true there; otherwise fetch the files again'
         )
     _raise_for(key, problem, needed)
     filled = [p for p in mappings if p.runtime not in fresh]
@@ -113,8 +113,8 @@ def plan_load(
     ignored = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
     _raise_for(
         key,
-        f"the files hold weights that {type(model).__name__} does not have (model.ignore_weights leaves out those that "
-        "match its globs)",
+        f"the files contain weights that {type(model).__name__} does not have (model.ignore_weights lists patterns of "
+        "weights to ignore)",
         [name for name in unused if name not in ignored],
     )
     fills: dict[str, list[tuple[TensorMapping, str]]] = {}

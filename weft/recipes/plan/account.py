@@ -229,16 +229,16 @@ def account_lines(config: SftConfig | RlConfig, world: int, device: Device) -> I
         ("gathered weights", memory.gathered + memory.staged + memory.copies),
         ("activations", memory.rows + memory.in_flight),
         ("gradients of a unit", memory.unreduced + memory.reduced + memory.lingering),
-        ("rows of experts", memory.experts), ("head", memory.head), ("models beside", situation.beside),
+        ("rows of experts", memory.experts), ("head", memory.head), ("other models", situation.beside),
     ]  # fmt: skip
     words = ", ".join(f"{name} {byte_count(size)}" for name, size in parts if size)
     total = memory.fullest + situation.beside
     yield f"account  of the fullest rank, estimated: {words}"
-    yield f"         at the fullest {byte_count(total)}; a rank has {byte_count(situation.room)}"
+    yield f"         peak {byte_count(total)}; a rank has {byte_count(situation.room)}"
     if memory.unknown:
         yield f"         without activations, which weft cannot estimate for this model ({memory.unknown})"
     proposals = knobs(situation)[:_SHOWN]
-    yield "cheapest settings that save memory, each by itself:" if proposals else "no setting saves much"
+    yield "cheapest settings that save memory, each one alone:" if proposals else "no setting saves much"
     for knob in proposals:
         cost = "no slower" if knob.slower < 0.005 else f"{knob.slower:.0%} slower"
         note = f" ({knob.note})" if knob.note else ""

@@ -53,11 +53,11 @@ class Machine:
         """The assumptions, as lines to print."""
         return [
             f"{self.accelerator.name}: {self.peak / 1e12:g} TFLOP/s, memory {self.memory_rate / GB:g} GB/s; machines "
-            f"of {self.ranks}: {self.link / GB:g} GB/s within, {self.network / GB:g} GB/s for each between them, "
-            f"{self.host / GB:g} GB/s to the host;",
+            f"of {self.ranks}: {self.link / GB:g} GB/s within a machine, {self.network / GB:g} GB/s per accelerator to "
+            f"other machines, {self.host / GB:g} GB/s to the host;",
             f"matmuls reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, memory {self.copied:.0%}, "
-            f"links {self.moved:.0%}; a step of a ring needs {self.hop * 1e6:g} us, between machines "
-            f"{self.far_hop * 1e6:g} us, an operation {self.launch * 1e6:.2g} us of the host.",
+            f"links {self.moved:.0%}; a hop of a ring takes {self.hop * 1e6:g} us, between machines "
+            f"{self.far_hop * 1e6:g} us; an operation takes {self.launch * 1e6:.2g} us of host time.",
             f"Of these, matmuls, attention, memory, host and operations were measured: {self.measured}."
             if self.measured
             else "None of this was measured; --help lists options that override it.",

@@ -29,11 +29,11 @@ _MAX_REASONS = 6  # for which meshes were refused
 _CONTEXT = 1 << 30
 _FRAGMENTS = 0.025
 _NOTES = {
-    "weights": "masters, frozen weights, and buffers",
+    "weights": "master weights, frozen weights and buffers",
     "optimizer": "with the average of the weights, if there is one",
     "beside": "weights and heads of frozen models",
-    "activations": "stored by forwards for backward, of all rows in flight",
-    "head": "allocated by the head in a forward: logits, and gradients that are already known",
+    "activations": "stored for backward, for all rows in flight",
+    "head": "allocated by the head in a forward: logits, and gradients that the head computes in advance",
     "gathered": "complete parameters of units, and their receive buffers",
     "unreduced": "gradients of complete units, and their send buffers",
     "temporary": "all other tensors",
@@ -73,12 +73,12 @@ def show_estimate(
             layers = ", ".join(f"{first} to {end - 1}" for first, end in spans)
             sizes = (memory.resident, memory.rows + memory.in_flight, memory.fullest)
             rows.append((str(rank), layers, *map(byte_count, sizes)))
-        show(new_table("ranks of mesh.pp", ">rank", "layers", ">resident", ">activations", ">fullest", rows=rows))
+        show(new_table("ranks of mesh.pp", ">rank", "layers", ">permanent", ">activations", ">peak", rows=rows))
     parts = [
         (p.name, f"{p.seconds:.3g}", f"{p.waits:.3g}", byte_count(round(p.received)) if p.received else "", p.note)
         for p in time.parts
     ]
-    rate = f"{time.tokens / time.seconds:,.0f} tokens/s, MFU {time.mfu:.0%}; most of the rest: {time.limit}"
+    rate = f"{time.tokens / time.seconds:,.0f} tokens/s, MFU {time.mfu:.0%}; largest other part: {time.limit}"
     total = ("step", "", f"{time.seconds:.3g}", "", rate)
     columns = ("part", ">seconds", ">adds", ">received", "")
     show(new_table("time of a step, estimated", *columns, rows=parts, total=total))
@@ -104,24 +104,24 @@ def _show_memory(memory: Memory, machine: Machine, *, stages: int, vision: bool)
     stage = f", rank {holdings.coordinates.pp} of mesh.pp" if stages > 1 else ""
     table = new_table(f"memory of the fullest rank{stage}", "what", ">bytes", "")
     resident_rows: list[tuple[str, int, str]] = [
-        ("weights", holdings.weights, "masters and frozen weights"),
+        ("weights", holdings.weights, "master weights and frozen weights"),
         ("gradients", holdings.gradients, ""),
         ("optimizer", holdings.optimizer, ""),
         ("average", holdings.average, "of the weights"),
     ]
     rows = [
         *([] if memory.offloaded else resident_rows),
-        ("weights", memory.on_device, "in the compute dtype; masters are on the host"),
+        ("weights", memory.on_device, "in the compute dtype; master weights are on the host"),
         ("units from the host", memory.staged, "shards in the stored dtype"),
         ("gathered units", memory.gathered, "in the compute dtype"),
         ("kept copies", memory.copies, "of parameters in the compute dtype, for a complete step"),
         ("activations", memory.rows, memory.unknown or "stored by the longest row for backward"),
         ("in flight", memory.in_flight, "activations of further rows in the pipeline"),
-        ("gradients of a unit", memory.unreduced, "before they are sent"),
-        ("sent gradients", memory.lingering, "of the last unit, until the next row's backward; beside the head"),
+        ("gradients of a unit", memory.unreduced, "before the reduction"),
+        ("sent gradients", memory.lingering, "of the last unit, until the next row's backward; together with the head"),
         ("reduced gradients", memory.reduced, "of replicated units, which torch keeps until the end of backward"),
         ("rows of experts", memory.experts, "sent and received, if routers choose evenly"),
-        ("head", memory.head, "tiles of logits, and gradients; not at the same time as gradients of units"),
+        ("head", memory.head, "tiles of logits, and their gradients; not together with gradients of units"),
     ]
     for name, size, note in rows:
         if size or note == memory.unknown != "":
@@ -129,10 +129,11 @@ def _show_memory(memory: Memory, machine: Machine, *, stages: int, vision: bool)
     table.add_section()
     room = machine.accelerator.memory
     share = f"{memory.fullest / room:.0%} of {byte_count(room)} ({machine.accelerator.name})"
-    table.add_row("at the fullest", byte_count(memory.fullest), share)
+    table.add_row("peak", byte_count(memory.fullest), share)
     show(table)
     if memory.fullest > room * machine.usable:
-        say(f"warning  it does not fit: {1 - machine.usable:.0%} of the memory is for the context and fragments\n")
+        reserved = f"{1 - machine.usable:.0%} of the memory is reserved for the device context and fragmentation"
+        say(f"warning  it does not fit: {reserved}\n")
     if memory.offloaded:
         on_host = ", ".join(f"{name} {byte_count(size)}" for name, size, _ in resident_rows if size)
         say(f"host     {byte_count(holdings.resident)} per rank, by fsdp.cpu_offload: {on_host}")
@@ -168,7 +169,7 @@ def show_engines(rows: Sequence[EngineRow], trained: Memory, machine: Machine) -
         return
     show(engine_table(rows))
     total, room = trained.fullest + sum(row.resident for row in rows), machine.accelerator.memory
-    say(f"together {byte_count(total)} with the trained model at its fullest: {total / room:.0%} of {byte_count(room)}")
+    say(f"together {byte_count(total)}, with the trained model's peak: {total / room:.0%} of {byte_count(room)}")
     if total > room * machine.usable >= trained.fullest:
         say("warning  the models do not fit together: use more ranks, or cpu_offload of frozen models")
 
@@ -186,7 +187,7 @@ def show_search(
     extra_override: a further override that runs of these lengths need."""
     _show_heading(model, ranks, lengths, machine)
     say(
-        f"tried    {result.tried:,} of {result.meshes:,} meshes, in the order of their lower bounds of time; "
+        f"tried    {result.tried:,} of {result.meshes:,} meshes, ordered by a lower bound on their time; "
         f"{result.too_large:,} need too much memory"
     )
     by_pattern: dict[str, tuple[str, int]] = {}  # reasons that differ only in numbers are merged into the first
@@ -217,11 +218,11 @@ def show_search(
     show(table)
     unknown = next((proposal.memory.unknown for proposal in result.best if proposal.memory.unknown), "")
     if unknown:
-        say(f"warning  without activations, which are unknown for this model ({unknown}): it needs more memory")
+        say(f"warning  activations are not included, because weft cannot estimate them for this model ({unknown})")
     best = result.best[0]
     settings = best.choice.overrides(replace(config, step=replace(config.step, max_tokens_per_device=best.budget)))
     overrides = [mesh_overrides(best.mesh), f"step.max_tokens_per_device={best.budget}", *settings]
-    say(f"take     {' '.join(filter(None, (*overrides, extra_override)))}")
+    say(f"use      {' '.join(filter(None, (*overrides, extra_override)))}")
 
 
 # ---------------------------------------------------------------- a simulated rank
@@ -260,10 +261,11 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: i
         table.add_row(name, byte_count(size), byte_count(peak.maxima[name]), estimate, _NOTES.get(name, ""))
     table.add_section()
     share = f"{peak.total / room:.0%} of {byte_count(room)}"
-    table.add_row("at the fullest", byte_count(peak.total), "", byte_count(estimated.fullest + beside), share)
+    table.add_row("peak", byte_count(peak.total), "", byte_count(estimated.fullest + beside), share)
     show(table)
     overhead = round(_CONTEXT + _FRAGMENTS * peak.total)
-    total = f"with {byte_count(overhead)} for CUDA and NCCL contexts and fragments: {byte_count(peak.total + overhead)}"
+    extra = f"{byte_count(overhead)} for CUDA and NCCL contexts and fragmentation"
+    total = f"with {extra}: {byte_count(peak.total + overhead)}"
     say(f"{'warning  it does not fit' if peak.total + overhead > room else 'memory  '} {total} of {byte_count(room)}\n")
     collectives = new_table(
         f"collectives of rank {simulated.rank} in these micro-batches", "part of the mesh", ">ranks", "operation",

@@ -53,7 +53,7 @@ class StepTime:
         return waiting.name if waiting.waits > 0.1 * self.seconds else "computing"
 
 
-_COMPUTING = ("matrices", "attention")
+_COMPUTING = ("linear layers", "attention")
 # Launches per trained tensor at the end of a step, for which the device waits. AdamW divides and skips on the device,
 # so the host waits once, after the update; other optimizers are launched after the norm has been read.
 LAUNCHES_OF_UPDATE = 1
@@ -118,7 +118,7 @@ def time_of(
         parts.append(Part("waiting for stages", idle, idle, note=f"bubble {bubble_share:.0%}"))
     location = "on the host: " if model.config.fsdp.cpu_offload else ""
     parts.append(Part("optimizer", update, update, note=f"{location}norm, clipping, reads and writes of the states"))
-    parts.append(Part("end of the step", waiting, waiting, note="the host launches the update, the device waits"))
+    parts.append(Part("end of the step", waiting, waiting, note="the device waits while the host launches the update"))
     mfu = rows.flops / (machine.peak * mesh.world * total)
     return StepTime(total, tuple(parts), rows.tokens, mfu, tuple(moved[slowest]))
 
@@ -356,10 +356,10 @@ def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Mach
     even = rows.utilisation
     uneven = (linear + attention + passes) * (1 - even)
     parts = [
-        Part("matrices", linear * even, linear * even),
+        Part("linear layers", linear * even, linear * even),
         Part("attention", attention * even, attention * even),
-        Part("passes", passes * even, passes * even, note="norms, rotations, activations, logits"),
-        Part("copies of weights", copies, copies, note="casts, and gradients, by FSDP2"),
+        Part("elementwise", passes * even, passes * even, note="norms, rotary embeddings, activations, logits"),
+        Part("copies of weights", copies, copies, note="FSDP2's casts of weights, and copies of gradients"),
         Part("uneven rows", uneven, uneven, note=f"utilisation {even:.0%}"),
     ]
     visible = hosted = launched = 0.0

@@ -37,10 +37,10 @@ _OF_MESSAGES = (
 
 # Answers for `Rewards.try_out`: the right answer, a sentence, and the formats that many functions expect. ANSWER is
 # replaced by the row's reference answer.
-_STAND_INS = (
+_PLACEHOLDERS = (
     "ANSWER",
-    "This is a stand-in for an answer.",
-    "<think>\nThis is a stand-in for a thought.\n</think>\n\n<answer>ANSWER</answer>\n\\boxed{ANSWER}\n#### ANSWER",
+    "This is a placeholder answer.",
+    "<think>\nThis is a placeholder thought.\n</think>\n\n<answer>ANSWER</answer>\n\\boxed{ANSWER}\n#### ANSWER",
 )
 
 
@@ -128,7 +128,7 @@ class Rewards:
             self._columns.update(dict.fromkeys(prompt.columns))
 
     async def try_out(self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[str]:
-        """Call each function once, with stand-in answers to the first prompt that it scores and all columns of that
+        """Call each function once, with placeholder answers to the first prompt that it scores and all columns of that
         row. Returns a line per function with its values; UserError if a function raises, or returns no number, for each
         answer. Of a function that exceeds the time limit, or of a run with an environment, errors are in the line.
 
@@ -202,16 +202,16 @@ class Rewards:
         return inline(batch) if inline is not None else await self._pool.call(self._outside.index(function), batch)
 
     async def _tried(self, function: RewardSpec, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> str:
-        """Call one function with the stand-in answers to the first prompt that it scores; returns a line."""
+        """Call one function with the placeholder answers to the first prompt that it scores; returns a line."""
         prompt = next((prompt for prompt in prompts if function.name in self._named(prompt)), None)
         if prompt is None:
             return f"{function.name}: never called: no prompt names it in column `{self.column}`"
         if function.name in self._models:
             return f"{function.name}: not tried: its ranks have not started"
         right = next(iter(reference_answers(prompt.columns)), "42")
-        texts = [text.replace("ANSWER", str(right)) for text in _STAND_INS]
+        texts = [text.replace("ANSWER", str(right)) for text in _PLACEHOLDERS]
         samples = [stand_in(prompt, number, text, encode(text)) for number, text in enumerate(texts)]
-        description = f"{len(samples)} stand-in answers to {prompt.source}"
+        description = f"{len(samples)} placeholder answers to {prompt.source}"
         try:
             outcomes = await self._outcomes(function, samples)
         except UserError as error:
@@ -337,7 +337,7 @@ def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | Non
     absent = next((column for column in signature.required if column not in prompt.columns), None)
     if absent is None and (not signature.reference or has_reference(prompt.columns)):
         return None
-    columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
+    columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns besides the prompt"
     named = override("data.columns", {absent or "answer": "COLUMN"})
     if absent is None:
         return f"{name} needs the reference answer, but the row has {columns}. Set {named}."
