@@ -97,7 +97,8 @@ def _foreign_options(message: str) -> list[str]:
     if not message.startswith("unrecognized arguments"):
         return []
     options = [word.lstrip("-").partition("=")[0] for word in message.split() if word.startswith("--")]
-    advice = {name: advice_for(name) for name in options if name not in schema_keys(SftConfig)}
+    # --device is an option of other commands of weft, such as weft sft
+    advice = {name: advice_for(name) for name in options if name not in {*schema_keys(SftConfig), "device"}}
     matches = [
         Unknown(name, "command line", f"is not an option of weft: {text}", foreign=True)
         for name, text in advice.items()

@@ -191,6 +191,7 @@ def test_histogram_by_hand() -> None:
     lines = histogram(np.array([1, 2, 3, 25, 118]))
     assert [line.split()[:4] for line in lines[:2]] == [["0", "to", "9", "3"], ["10", "to", "19", "0"]]
     assert lines[0].endswith("\u2588" * 40) and len(lines) == 12 and lines[-1].split()[:4] == ["110", "to", "119", "1"]
+    assert histogram(np.array([25, 118]))[0].split()[:4] == ["20", "to", "29", "1"]  # no empty ranges before the first
 
 
 def test_steps_of_an_epoch_are_scaled_up_from_what_was_read() -> None:

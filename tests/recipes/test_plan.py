@@ -463,12 +463,12 @@ def test_what_a_single_rank_spends_on_copies_and_the_update_by_hand() -> None:
     of_layers = 59 * sum(layer.forward.bytes + layer.backward.bytes for layer in layers)
     assert parts["elementwise"] == pytest.approx((of_layers + 59 * model.head_passes(1)) / rate, rel=1e-3)
     operations = sum(layer.forward.operations + layer.backward.operations for layer in layers)
-    assert parts["launching"] == pytest.approx(15e-6 * operations)
+    assert parts["kernel launches"] == pytest.approx(15e-6 * operations)
 
 
 def test_a_step_with_little_to_compute_takes_what_the_host_needs() -> None:
     _, parts, time = described({}, {"dp_shard": 1}, [60])
-    assert time.limit == "launching" and time.seconds > parts["launching"] > 10 * parts["linear layers"]
+    assert time.limit == "kernel launches" and time.seconds > parts["kernel launches"] > 10 * parts["linear layers"]
     faster = described({}, {"dp_shard": 1}, [60], replace(machine(), launch=1e-6))[2]
     assert faster.seconds < 0.2 * time.seconds
 

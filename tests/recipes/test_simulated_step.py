@@ -427,7 +427,7 @@ def test_the_command_says_what_a_rank_does(rows: str, capsys: pytest.CaptureFixt
     assert cli.main([*words, *options]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for rank, stage, ran in ((1, 0, 3), (3, 1, 2)):
-        assert f"rank {rank} ran a step with tensors without values: {ran} of 8 micro-batches ran" in out
+        assert f"rank {rank} ran a step on tensors without values: {ran} of 8 micro-batches" in out
         assert f"memory of rank {rank}, rank {stage} of mesh.pp, simulated" in out
         assert f"collectives of rank {rank} in these micro-batches" in out
     assert "experts get equal numbers of tokens" in out

@@ -325,7 +325,8 @@ def _show_lengths(console: Console, preview: Preview) -> None:
 
 
 def histogram(lengths: Array) -> list[str]:
-    """The lines of a bar chart of lengths, one for each range. The ranges have a round width."""
+    """The lines of a bar chart of lengths, one for each range, from the first range with a document to the last. The
+    ranges have a round width."""
     longest = int(lengths.max())
     raw = max(1, -(-(longest + 1) // _BARS))
     scale = 10 ** (len(str(raw)) - 1)
@@ -336,6 +337,7 @@ def histogram(lengths: Array) -> list[str]:
         f"{index * step:>{width},} to {(index + 1) * step - 1:>{width},}  {count:>{len(f'{largest:,}')},}  "
         + "\u2588" * max(int(count > 0), round(_WIDTH * count / largest))
         for index, count in enumerate(counts)
+        if index >= int(lengths.min()) // step
     ]
 
 

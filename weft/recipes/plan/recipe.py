@@ -135,7 +135,7 @@ def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepL
         return _equal(config, longest, f"the maximum, because {unread}; --length N sets another length")
     count = config.step.documents
     if count is None or len(lengths) >= count * answers_of_example(config):
-        return StepLengths(lengths, f"a step of {config.data.path}", answers_of_example(config), prefix)
+        return StepLengths(lengths, f"as in a step of {config.data.path}", answers_of_example(config), prefix)
     repeated = list(islice(cycle(lengths), count * answers_of_example(config)))
     return StepLengths(
         repeated, f"the {len(lengths)} documents of {config.data.path}, repeated", answers_of_example(config), prefix

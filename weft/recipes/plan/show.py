@@ -207,7 +207,7 @@ def show_search(
             "ranks, a smaller step.max_tokens_per_device, optimizer.state_dtype=int8 or lora.rank=16"
         )
         return
-    table = new_table("the best meshes, estimated", "", "mesh", ">memory", ">step s", ">tokens/s", ">MFU", "limit")
+    table = new_table("the best meshes, estimated", "", "mesh", ">memory", ">step s", ">tokens/s", ">MFU", "limited by")
     for number, proposal in enumerate(result.best, 1):
         time = proposal.time
         figures = (f"{time.seconds:.3g}", f"{time.tokens / time.seconds:,.0f}", f"{time.mfu:.0%}")
@@ -231,10 +231,10 @@ def show_search(
 def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: int = 0) -> None:
     """Prints the simulation of one rank. estimated: the estimated memory of the fullest rank of its stage, for
     comparison. room: memory of the accelerator in bytes. beside: estimated bytes of frozen models."""
-    ran = f"{simulated.micro_batches} of {simulated.all_micro_batches} micro-batches ran, those with the longest rows"
+    ran = f"{simulated.micro_batches} of {simulated.all_micro_batches} micro-batches, those with the longest rows"
     if simulated.micro_batches == simulated.all_micro_batches:
-        ran = f"{simulated.micro_batches} micro-batches ran"
-    say(f"simulate rank {simulated.rank} ran a step with tensors without values: {ran} ({simulated.seconds:.0f} s)")
+        ran = counted(simulated.micro_batches, "micro-batch")
+    say(f"simulate rank {simulated.rank} ran a step on tensors without values: {ran} ({simulated.seconds:.0f} s)")
     peak, holdings = simulated.peak, estimated.share
     when = f"{peak.phase} of micro-batch {peak.micro_batch}" if peak.micro_batch else peak.phase
     by_arithmetic = {
@@ -274,4 +274,4 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: i
     for kind, summed in sorted(simulated.collectives.totals.items(), key=lambda pair: -pair[1].bytes):
         collectives.add_row(kind.part, f"{kind.ranks:,}", kind.operation, f"{summed.count:,}", byte_count(summed.bytes))
     show(collectives)
-    say("         Attention has the sizes of flash kernels; experts get equal numbers of tokens.\n")
+    say("         The simulation assumes flash attention, and equal numbers of tokens for all experts.\n")

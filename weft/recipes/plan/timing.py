@@ -373,7 +373,7 @@ def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Mach
     count = len(rows.shares)
     parts.append(Part("copies from and to the host", sum(work.hosted) * count, hosted, note="overlap with compute"))
     parts.append(
-        Part("launching", sum(work.launching) * count, launched, note="by the host, during device compute"),
+        Part("kernel launches", sum(work.launching) * count, launched, note="by the host, while the device computes"),
     )
     hidden = sum(transfer.seconds(machine) for transfer in moved if transfer.hidden)
     for (name, overlaps), group in _by_name(moved):
