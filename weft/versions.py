@@ -25,14 +25,15 @@ TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 
 def untested_versions() -> list[str]:
     """A sentence for each library that is installed in a version that weft was not tested with."""
-    found = []
+    sentences = []
     for name, (oldest, newest) in TESTED.items():
         installed = installed_version(name)
         numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
         if numbers and not oldest <= numbers <= newest:
-            found.append(f"{name} {installed} is {'newer' if numbers > newest else 'older'} than weft was tested with: "
-                         f"{_dotted(oldest)} to {_dotted(newest)}")  # fmt: skip
-    return found
+            word = "newer" if numbers > newest else "older"
+            tested = f"{_dotted(oldest)} to {_dotted(newest)}"
+            sentences.append(f"{name} {installed} is {word} than weft was tested with: {tested}")
+    return sentences
 
 
 @cache  # importlib.metadata parses the package's whole description each time

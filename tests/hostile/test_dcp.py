@@ -389,7 +389,7 @@ def test_much_damage_at_random(tmp_path: Path) -> None:
 
 
 def test_keys_that_no_such_file_needs() -> None:
-    """Beside others that it needs."""
+    """Besides others that it needs."""
     assert read_pickle(pickle.dumps({"a": 1, 2: "b"}), {}) == {"a": 1, 2: "b"}
     for key in ((1,), 2.5, None):
         with pytest.raises(UnreadableError):

@@ -351,7 +351,7 @@ def test_cases_of_sft_have_layers_that_fit_into_80_gb(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_of_rl_fits_into_80_gb() -> None:
-    """Beside the engine's weights, which are dropped before the update."""
+    """Besides the engine's weights, which are dropped before the update."""
     assert peak_of("0.6b", 16_384, "none", layers_of("0.6b")) + 2 * 0.6e9 < CARD
 
 

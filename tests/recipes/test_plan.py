@@ -38,12 +38,12 @@ from weft.launch.process import fake_ranks, join
 from weft.parallel.activations import RowSharing
 from weft.recipes.dpo import Dpo
 from weft.recipes.plan import machines
-from weft.recipes.plan.beside import Beside, Reading, with_readings, with_waits
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import Choice
 from weft.recipes.plan.holdings import Holdings, RankCoordinates, RankShare
 from weft.recipes.plan.machines import Machine, machine_of
 from weft.recipes.plan.memory import _lingering, _unreduced, memory_by_stage
+from weft.recipes.plan.other_models import OtherModels, Reading, with_readings, with_waits
 from weft.recipes.plan.passes import layer_passes
 from weft.recipes.plan.recipe import longer
 from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows, planner_of
@@ -234,9 +234,9 @@ def test_a_dry_run_says_the_same(family: str, mesh: dict[str, int], sections: di
 # ---------------------------------------------------------------- models beside the trained one
 
 
-def beside_of(config: Any, world: int) -> tuple[Beside, Blueprint]:
+def beside_of(config: Any, world: int) -> tuple[OtherModels, Blueprint]:
     model = Blueprint(EngineConfig.from_config(config), "cpu", None)
-    return Beside(config, model, world, "cpu", None), model
+    return OtherModels(config, model, world, "cpu", None), model
 
 
 def held_beside(config: Any) -> list[tuple[int, int]]:
@@ -653,7 +653,7 @@ def test_a_reference_on_the_host_takes_no_memory_of_the_accelerator(
     ],
 )
 def test_reduced_gradients_of_replicas_that_torch_keeps_are_counted(fsdp: dict[str, str], copies: int) -> None:
-    """Beside the gradients, in the dtype of the reduction: where they are cast to the masters' or added to others."""
+    """Besides the gradients, in the dtype of the reduction: where they are cast to the masters' or added to others."""
     config = engine_config(saved_model("llama"), "1", fsdp={"param_dtype": "bf16", **fsdp})
     for mesh, sizes in (({"dp_replicate": 2, "dp_shard": 2}, (2, 2)), ({"dp_shard": 4}, (1, 4))):
         model = Blueprint(replace(config, mesh=MeshConfig(**mesh)), "cpu", None)
@@ -708,7 +708,7 @@ def test_a_search_counts_the_models_beside() -> None:
     result = search(problem)
     best = result.best[0]
     on_mesh = replace(config, mesh=replace(config.mesh, **best.mesh.named, ulysses=None))
-    further_models = Beside(on_mesh, model, 4, "cpu", accelerator("h100-80gb"))
+    further_models = OtherModels(on_mesh, model, 4, "cpu", accelerator("h100-80gb"))
     (reference,) = further_models.rows(best.mesh)
     assert reference.weights and best.fullest == best.memory.fullest + reference.weights
     plan, rows = lengths.plan(model, best.mesh, best.budget)

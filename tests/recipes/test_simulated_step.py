@@ -28,11 +28,11 @@ from weft.errors import UserError
 from weft.launch.machine import accelerator
 from weft.launch.process import join
 from weft.launch.simulated import Simulation, fills_host, host_memory
-from weft.recipes.plan.beside import answers_of_example
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.memory import Memory, memory_by_stage
 from weft.recipes.plan.observed_collectives import Collectives, Kind, Total
 from weft.recipes.plan.observed_memory import Peak
+from weft.recipes.plan.other_models import answers_of_example
 from weft.recipes.plan.recipe import step_of
 from weft.recipes.plan.rows import RowFacts, plan_rows
 from weft.recipes.plan.show import show_simulated
@@ -211,7 +211,7 @@ def test_a_simulated_step_has_what_is_read_before_it(command: str, mesh: str, ke
         simulation = simulate(engine, world, None, step_of_command(config, 2, ranks), rank=rank)
         persistent, then, totals = measured[rank]
         assert simulation.persistent == persistent
-        assert (persistent["beside"] > 0) == any(name in ("reference.path", "distill.teacher") for name in keys)
+        assert (persistent["frozen"] > 0) == any(name in ("reference.path", "distill.teacher") for name in keys)
         peak = simulation.peak
         assert peak.total == pytest.approx(then.total, rel=0.05)
         expected, seen = ({k: v for k, v in p.maxima.items() if k != "temporary"} for p in (peak, then))

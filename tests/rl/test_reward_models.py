@@ -36,8 +36,8 @@ from weft.config.load import load_config
 from weft.config.mesh import MeshSizes
 from weft.config.rl_schema import RlConfig, reward_names
 from weft.errors import ActorError, UserError
-from weft.recipes.plan.beside import Beside
 from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.other_models import OtherModels
 from weft.rl.colocation import DeviceSharing
 from weft.rl.frozen_ranks import FrozenRanks
 from weft.rl.model_engines import policy_config
@@ -169,7 +169,7 @@ def test_conversations_go_through_the_models_own_template(chat_model: Path, worl
     results = run(world, scores_of, str(chat_model), words)
     if "reward_model.tp=2" in words and "reward_model.ranks=2" not in words:
         config = scored_config(str(chat_model), words)
-        further_models = Beside(config, Blueprint(policy_config(config), "cpu", None), world, "cpu", None)
+        further_models = OtherModels(config, Blueprint(policy_config(config), "cpu", None), world, "cpu", None)
         (planned,) = further_models.rows(MeshSizes(1, 2, 1, 1, 1, 1))
         assert planned.weights == max(weights for _, weights in results)
     for (*outcomes, long), _ in results:

@@ -31,8 +31,8 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     for name in names:
         if name not in LOSSES and not IMPORT_PATH.fullmatch(name):
             hint = " The loss of DPO is sigmoid." if name == "dpo" else ""
-            known = ", ".join(LOSSES)
-            yield "preference.loss", f"preference.loss: {name} is not one of {known}, nor an import path.{hint}"
+            loss_names = ", ".join(LOSSES)
+            yield "preference.loss", f"preference.loss: {name} is not one of {loss_names}, nor an import path.{hint}"
     if len({*names}) < len(names):
         yield "preference.loss", "preference.loss contains a loss twice: add its preference.weights, and remove one."
     if len({fact.paired for fact in facts}) > 1:

@@ -393,8 +393,8 @@ def _check_read(location: str, chat: ChatInput, template: ChatTemplate, kwargs: 
                 "it into `content` in the form that the model should write, remove it, or set data.chat_template to "
                 "one that does."
             )
-        for call, name, without in _without_unread(chat, number - 1):
-            if not template.names(name) or _renders_alike(template, chat, without, kwargs):
+        for call, name, stripped in _without_unread(chat, number - 1):
+            if not template.names(name) or _renders_alike(template, chat, stripped, kwargs):
                 raise BadRowError(
                     f"{location}: message {number}{call} has `{name}`, which neither weft nor the chat template reads. "
                     f"{leave_out_key(name)}"

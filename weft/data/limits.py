@@ -105,7 +105,7 @@ class Limits:
         starts, sizes = _example_starts(table) if table.roles.any() else (np.zeros(0, np.int64), np.zeros(0, np.int64))
         starts = starts[sizes == 2]
         lengths = np.minimum(table.lengths, self.max_length)
-        alike = [
+        equal_pairs = [
             int(index)
             for index in starts[lengths[starts] == lengths[starts + 1]]
             if all(
@@ -115,7 +115,7 @@ class Limits:
                 )
             )
         ]
-        return np.array(alike, np.int64)
+        return np.array(equal_pairs, np.int64)
 
     def _equal(self, table: TokenTable, index: int, count: int = 1) -> str:
         more = f" {count - 1:,} more rows have this error." if count > 1 else ""

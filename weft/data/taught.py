@@ -49,15 +49,15 @@ def parse_taught(location: str, row: Mapping[str, Any], reading: ParseOptions, f
 
 def _teacher(location: str, row: Mapping[str, Any], reading: ParseOptions) -> int:
     name, value = reading.teacher_column, row.get(reading.teacher_column)
-    known = ", ".join(reading.teachers)
+    teachers = ", ".join(reading.teachers)
     if value is None:
         raise UserError(
             f"{location}: has no `{name}`, the column of distill.teacher_column. It must name a row's teacher: one of "
-            f"{known}."
+            f"{teachers}."
         )
     if value not in reading.teachers:
         raise UserError(
-            f"{location}: `{name}` is {value!r:.60}, which is not a name in distill.teachers. Names: {known}."
+            f"{location}: `{name}` is {value!r:.60}, which is not a name in distill.teachers. Names: {teachers}."
         )
     return reading.teachers.index(value)
 

@@ -308,7 +308,9 @@ def open_offload(
             f"model.offload_activations: weft cannot compute the activation memory of {built.config.model_type} "
             f"layers without running them ({type(error).__name__}). Set model.offload_activations=off."
         ) from error
-    layers, rows = rows_of_place(config.mesh.pp_schedule, stages, 0 if spec.mesh.pp is None else spec.mesh.pp.rank)
+    layers, rows = stored_rows_of_rank(
+        config.mesh.pp_schedule, stages, 0 if spec.mesh.pp is None else spec.mesh.pp.rank
+    )
     all_rows = stages is not None and config.mesh.pp_schedule == "GPipe"  # the number of a step
     size = saved.on_host(config.step.max_tokens_per_device, Activations.of(config), layers, rows)
     offload.open(spec.ranks.device, None if all_rows else size)
@@ -324,7 +326,7 @@ def saved_of(
     return saved_bytes(built.config, precision.compute, sharing, tiled=tiled)
 
 
-def rows_of_place(schedule: Schedule, stages: StagePlan | None, place: int) -> tuple[list[int] | None, float]:
+def stored_rows_of_rank(schedule: Schedule, stages: StagePlan | None, pp_rank: int) -> tuple[list[int] | None, float]:
     """(layers of the rank at this index of mesh.pp, None for all; the most rows that it stores at once). With several
     stages per rank, a row counts by the share of stages that store it. GPipe stores all rows of a step; here one
     counts."""
@@ -332,8 +334,8 @@ def rows_of_place(schedule: Schedule, stages: StagePlan | None, place: int) -> t
         return None, 1.0
     placement = stages.placement
     # More micro-batches than 4 a stage change nothing.
-    rows = placement.chunks if schedule == "GPipe" else in_flight(schedule, placement, place, 4 * placement.stages)
-    return layers_of(stages, place), rows / placement.chunks
+    rows = placement.chunks if schedule == "GPipe" else in_flight(schedule, placement, pp_rank, 4 * placement.stages)
+    return layers_of(stages, pp_rank), rows / placement.chunks
 
 
 def state_bytes_of(spec: EngineSpec, built: BuiltModel) -> StateBytes:

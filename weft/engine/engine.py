@@ -387,13 +387,13 @@ class Engine:
         return sums
 
     def readout(
-        self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str] = ("logprob",)
+        self, plan: StepPlan, documents: Mapping[int, Document], names: Sequence[str] = ("logprob",)
     ) -> dict[int, dict[str, Tensor]]:
         """Per-token quantities of this rank's documents: index -> name -> [T] fp32 on the CPU.
 
         Entry t is the value of token t given the tokens before it; entry 0 is 0. Routers follow the documents' routes.
         """
-        out = self._read(plan, documents, what, every_token=True)
+        out = self._read(plan, documents, names, every_token=True)
         if self.mesh.pp is not None and self.pipeline is not None:
             out = self.mesh.pp.broadcast(self.pipeline.placement.last, out)
         return dict(sorted(out.items()))
@@ -425,7 +425,7 @@ class Engine:
         return weight, bias
 
     def _read(
-        self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str], *, every_token: bool
+        self, plan: StepPlan, documents: Mapping[int, Document], names: Sequence[str], *, every_token: bool
     ) -> dict[int, dict[str, Tensor]]:
         """Readouts of this rank's documents, [T, ...], at every token or at tokens with a loss weight; zeros elsewhere.
         With mesh.pp only the last stage has them."""
@@ -445,7 +445,7 @@ class Engine:
                 for index, values_T in self._join_parts(plan, micro, by_document, values).items():
                     out.setdefault(index, {})[name] = values_T
 
-        self._executor.visit(rows, "readout", lambda row: ForwardRequest(frozenset(what)), use, following=True)
+        self._executor.visit(rows, "readout", lambda row: ForwardRequest(frozenset(names)), use, following=True)
         return out
 
     def _join_parts(

@@ -80,12 +80,12 @@ class MetricSums:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Reduced sums on their device. vector: the sums and then the weights of `names`, and two numbers of `same`.
-    further: as in MetricSums.reduced, summed."""
+    """Reduced sums on their device. vector: the sums and then the weights of `names`, and two numbers of
+    `strings`, which must be equal on all ranks. further: as in MetricSums.reduced, summed."""
 
     names: Sequence[str]
     vector: Tensor
-    same: Mapping[str, str]
+    strings: Mapping[str, str]
     ranks: int
     group: dist.ProcessGroup | None
     further: Tensor
@@ -97,12 +97,12 @@ class Reduced:
     def planned(self) -> list[float]:
         """The vector that a simulation reads."""
         count = len(self.names)
-        return [0.0] * count + [1.0] * count + [self.ranks * number for number in _fingerprint(self.same)]
+        return [0.0] * count + [1.0] * count + [self.ranks * number for number in _fingerprint(self.strings)]
 
     def metrics(self, values: Sequence[float]) -> dict[str, float | None]:
         """The metrics from the vector's values on the host. Collective if it raises RanksDisagreeError."""
         count = len(self.names)
-        _check_equal(self.same, values[-2:], self.ranks, self.group)
+        _check_equal(self.strings, values[-2:], self.ranks, self.group)
         pairs = zip(self.names, values[:count], values[count:-2], strict=True)
         return {name: total / weight if weight else None for name, total, weight in pairs}
 
@@ -125,21 +125,21 @@ def _moved(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
-def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:
+def _fingerprint(strings: Mapping[str, str]) -> tuple[float, float]:
     """A number and its square, small enough that their sums over a million ranks are exact in fp64."""
-    number = float(zlib.crc32("\n".join(same.values()).encode()) & 0xFFFF)
+    number = float(zlib.crc32("\n".join(strings.values()).encode()) & 0xFFFF)
     return number, number * number
 
 
 def _check_equal(
-    same: Mapping[str, str], fingerprint: Sequence[float], ranks: int, group: dist.ProcessGroup | None
+    strings: Mapping[str, str], fingerprint: Sequence[float], ranks: int, group: dist.ProcessGroup | None
 ) -> None:
     """Raises an error if the ranks' strings differ: without this check, different metrics would be added up. The
     variance of the ranks' digests is 0 if all are equal."""
     total, squares = fingerprint
     if ranks * int(squares) != int(total) ** 2:
         assert group is not None
-        require_agreement(same, group)
+        require_agreement(strings, group)
         raise RuntimeError(
             "the checksums of a reduction differ, but the strings are equal on all ranks: memory or network has "
             "corrupted data"

@@ -213,7 +213,9 @@ def with_cached_teachers(
     teacher_of = {index: cached.get(0 if chosen is None else chosen[index]) for index in range(len(documents))}
     for teacher in cached.values():
         teacher.cache.refresh()
-    to_read = {index: (document, of) for index, document in local.items() if (of := teacher_of[index]) is not None}
+    to_read = {
+        index: (document, source) for index, document in local.items() if (source := teacher_of[index]) is not None
+    }
     entries = {index: teacher.cache.get(document) for index, (document, teacher) in to_read.items()}
     hidden = {index: values for index, values in entries.items() if values is not None}
     group, rank = student.mesh.world_group, dist.get_rank(student.mesh.world_group)

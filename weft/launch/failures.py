@@ -75,8 +75,8 @@ class Failure:
 
     def repeats(self, other: Failure) -> bool:
         """Whether it is the same error at the same step as `other`. Numbers in the messages may differ."""
-        same = (_NUMBER.sub("", error.partition("\n")[0]) for error in (self.error, other.error))
-        return self.step == other.step and next(same) == next(same)
+        texts = (_NUMBER.sub("", error.partition("\n")[0]) for error in (self.error, other.error))
+        return self.step == other.step and next(texts) == next(texts)
 
 
 def is_external(kind: Kind, message: str = "", exit_status: int | None = None) -> bool:

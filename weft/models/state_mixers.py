@@ -82,11 +82,11 @@ class PerDocumentMixer:
         documents = by_document(partial(type(part).forward, part), context.shared_bounds(x.device), gathered, **kwargs)
         parts = [sum_to_tokens(_first(documents), context)]
         if context.whole_lengths:
-            bounds, whole = context.unshared_bounds(x.device), x[:, context.tokens :]
+            bounds, complete = context.unshared_bounds(x.device), x[:, context.tokens :]
             if bounds.segments is None:
-                parts.append(_first(by_document(partial(type(mixer).forward, mixer), bounds, whole, **kwargs)))
+                parts.append(_first(by_document(partial(type(mixer).forward, mixer), bounds, complete, **kwargs)))
             else:
-                parts.append(_first(self._run_paths(mixer, bounds, whole, **kwargs)))
+                parts.append(_first(self._run_paths(mixer, bounds, complete, **kwargs)))
         row = torch.cat(parts, 1)
         return (row, *documents[1:]) if isinstance(documents, tuple) else row
 

@@ -21,7 +21,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.data.order import StepSampler
-from weft.engine.builder import rows_of_place, saved_of
+from weft.engine.builder import saved_of, stored_rows_of_rank
 from weft.engine.describe import (
     attention_kernels,
     axis_rows,
@@ -214,7 +214,7 @@ def _activations(engine: Engine) -> str:
             f"({type(error).__name__})"
         )
     of_stage = ""
-    layers, share = rows_of_place(engine.config.mesh.pp_schedule, stages, 0)
+    layers, share = stored_rows_of_rank(engine.config.mesh.pp_schedule, stages, 0)
     if stages is not None:
         placement, rows_text = stages.placement, "each row of a step, all"
         if engine.config.mesh.pp_schedule != "GPipe":

@@ -30,6 +30,6 @@ def teacher_paths(config: DistillConfig) -> list[str]:
     return [teacher for teacher in config.distill.named if is_opened(teacher)]
 
 
-def teacher_beside(config: DistillConfig, path: str, student: EngineConfig) -> EngineConfig:
+def frozen_teacher_config(config: DistillConfig, path: str, student: EngineConfig) -> EngineConfig:
     """The engine config of a teacher. student: the engine config of the trained model."""
     return frozen_config(student, FrozenAtPath.from_config(path, config.teacher))

@@ -116,14 +116,14 @@ class ReferenceSums(FrozenReadings):
         """Restores the `state` of a checkpoint with the same data and reference. Raises UserError if it is damaged."""
         if TRAINED not in state or self.config.preference.cache != "memory":
             return
-        known = self.sums[TRAINED]
+        sums = self.sums[TRAINED]
         values = np.frombuffer(base64.b64decode(state[TRAINED]), "<f8")
-        if len(values) != len(known):
+        if len(values) != len(sums):
             raise UserError(
                 f"the checkpoint has logprobs of the reference for {len(values)} answers, but the data has "
-                f"{len(known)}: resume from an earlier checkpoint, or set preference.cache=off."
+                f"{len(sums)}: resume from an earlier checkpoint, or set preference.cache=off."
             )
-        known.copy_(torch.from_numpy(values.copy()))
+        sums.copy_(torch.from_numpy(values.copy()))
 
     def fill(self) -> list[str]:
         """Computes the sums that are missing in data.cache, and stores them there. Returns lines for the opening.
@@ -134,18 +134,18 @@ class ReferenceSums(FrozenReadings):
         digests = {name: [document_digest(d) for d in data_set] for name, data_set in self.documents.items()}
         read, total = 0, sum(len(data_set) for data_set in self.documents.values())
         for name, documents in self.documents.items():
-            known = self.sums[name]
-            known.copy_(torch.tensor([stored.get(d, torch.nan) for d in digests[name]], dtype=torch.float64))
-            missing = known.isnan().nonzero()[:, 0].tolist()
+            sums = self.sums[name]
+            sums.copy_(torch.tensor([stored.get(d, torch.nan) for d in digests[name]], dtype=torch.float64))
+            missing = sums.isnan().nonzero()[:, 0].tolist()
             chosen = choose(documents, missing)
             metas = engine.planner.metadata(chosen)
             budget = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
             for first, last in split_by_tokens(metas, budget) if missing else ():
                 flight.beat()
-                known[missing[first:last]] = self.read(choose(documents, missing[first:last]))
+                sums[missing[first:last]] = self.read(choose(documents, missing[first:last]))
                 read += last - first
-            stored |= dict(zip(digests[name], known.tolist(), strict=True))
-            if bool(known.isnan().any()):
+            stored |= dict(zip(digests[name], sums.tolist(), strict=True))
+            if bool(sums.isnan().any()):
                 raise RuntimeError(f"{folder}: rows of the reference's logprobs are missing")
         if read:
             run_on_first_rank(lambda: _write(folder, stored), engine.ranks)

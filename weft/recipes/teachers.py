@@ -33,7 +33,7 @@ from weft.observe.resume import sample_rows
 from weft.ops.divergence import TeacherHead
 from weft.parallel.parallelize import Precision
 from weft.parallel.shards.load import Progress
-from weft.recipes.frozen_models import teacher_beside, teacher_paths
+from weft.recipes.frozen_models import frozen_teacher_config, teacher_paths
 from weft.recipes.frozen_ranks import Answer, FrozenSide, ModelRanks
 from weft.recipes.recipe import FrozenReadings, PreparedStep
 from weft.recipes.remote_teachers import HEADS, RemoteTeacher, RemoteTeachers, TeachersSender
@@ -113,8 +113,10 @@ class TeacherRanks(ModelRanks):
     def open_frozen(self, ranks: Ranks, data: RunData | None, *, weights: bool = True) -> tuple[Answer, list[str]]:
         teachers, first = dict[int, Teacher](), None
         for number, path in teacher_models(self.config).items():
-            beside = teacher_beside(self.config, path, EngineConfig.from_config(self.config))
-            teachers[number] = Teacher(open_frozen("teacher", beside, ranks, weights=weights, shares_with=first))
+            teacher_config = frozen_teacher_config(self.config, path, EngineConfig.from_config(self.config))
+            teachers[number] = Teacher(
+                open_frozen("teacher", teacher_config, ranks, weights=weights, shares_with=first)
+            )
             first = first or teachers[number].engine
         sender, lists = TeachersSender(ranks), RowLists()
         readers = [teachers.get(number, lists).read for number in range(len(self.config.distill.named))]
@@ -195,8 +197,8 @@ def open_teacher(config: DistillConfig, name: str, student: Engine, progress: Pr
     if is_served(name):
         distill = config.distill
         return open_served(name, distill.served_model, distill.top_k, student, float(config.train.timeout))
-    beside = teacher_beside(config, name, student.config)
-    return Teacher(open_frozen("teacher", beside, student.ranks, shares_with=student, progress=progress))
+    teacher_config = frozen_teacher_config(config, name, student.config)
+    return Teacher(open_frozen("teacher", teacher_config, student.ranks, shares_with=student, progress=progress))
 
 
 def open_cached_teacher(
@@ -213,7 +215,7 @@ def open_cached_teacher(
         digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         folder = Path(distill.cache_dir) / digest
         return CachedTeacher(HiddenCache(folder, 2 * distill.top_k, torch.int32, identity), open, None)
-    dtype = Precision.from_config(teacher_beside(config, "", student.config).fsdp, student.ranks.device).compute
+    dtype = Precision.from_config(frozen_teacher_config(config, "", student.config).fsdp, student.ranks.device).compute
     shape, content = hf.read_config(name), hashlib.sha256(str(dtype).encode())
     for row in sample_rows(name):
         content.update(row.view(torch.uint8).numpy().tobytes())

@@ -22,9 +22,15 @@ from weft.observe.opening import print_dry_run, steps_lines
 from weft.observe.profiling import check_profile
 from weft.observe.progress import duration, loading
 from weft.observe.tables import EngineRow, engine_table, show
-from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_waits
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
+from weft.recipes.plan.other_models import (
+    OtherModels,
+    answers_of_example,
+    list_other_models,
+    prefix_of_pairs,
+    with_waits,
+)
 from weft.recipes.plan.rows import StepLengths
 from weft.recipes.plan.timing import time_of
 from weft.recipes.recipe import Recipe
@@ -64,11 +70,11 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions, *choices: str) -> None:
         mesh, memory = engine.mesh.sizes, engine.memory
     if options.json:
         return
-    if models_beside(config, trained):
+    if list_other_models(config, trained):
         model = Blueprint(trained, options.device, assumed)
-        beside = Beside(config, model, options.world, options.device, assumed).rows(mesh)
+        other_rows = OtherModels(config, model, options.world, options.device, assumed).rows(mesh)
         row = EngineRow("trained model", memory.weights, memory.gradients, memory.optimizer, memory.gathered)
-        show(engine_table([row, *beside]))
+        show(engine_table([row, *other_rows]))
     say_folded([*choices, *recipe.dry_run_lines(), *of_frozen])
     if data is None:
         say_folded([f"data     not read: {unread}"])
@@ -108,7 +114,7 @@ def _time(config: SftConfig, options: TrainOptions, mesh: MeshSizes, steps: Step
     first_lengths = [lengths[index] for index in first_step]
     of_first = StepLengths(first_lengths, "the first step", answers_of_example(config), prefix)
     (plan, rows), machine = of_first.plan(model, mesh), machine_of(device)
-    readings = Beside(config, model, mesh.world, "cpu", device).readings(mesh, plan, rows, machine, of_first.plan)
+    readings = OtherModels(config, model, mesh.world, "cpu", device).readings(mesh, plan, rows, machine, of_first.plan)
     epochs, trained = max(1.0, len(steps) / steps.in_epoch), time_of(model, mesh, rows, machine).seconds
     readings = with_waits(readings, trained)
     first = trained + sum(part.waits / (epochs if part.first_epoch else 1.0) for part in readings)

@@ -163,22 +163,22 @@ def note_beginnings(samples: Sequence[Sample]) -> None:
         by_prompt[sample.prompt.id].append(sample)
     for group in by_prompt.values():
         placeholders = group[0].prompt.placeholders
-        known = all(sample.beginnings is not None for sample in group)
-        if known or (not placeholders and any(sample.images is not None for sample in group)):
+        is_complete = all(sample.beginnings is not None for sample in group)
+        if is_complete or (not placeholders and any(sample.images is not None for sample in group)):
             continue
         numbered = dict(enumerate(group))
-        apart = sample_beginnings(numbered, placeholders, routed=False)
+        unrouted = sample_beginnings(numbered, placeholders, routed=False)
         has_routes = any(sample.routes is not None for sample in group)
-        routed = sample_beginnings(numbered, placeholders, routed=True) if has_routes else apart
+        routed = sample_beginnings(numbered, placeholders, routed=True) if has_routes else unrouted
         for index, sample in numbered.items():
-            sample.beginnings = {False: apart.get(index), True: routed.get(index)}
+            sample.beginnings = {False: unrouted.get(index), True: routed.get(index)}
 
 
 def sample_beginnings(samples: Mapping[int, Sample], placeholders: Sequence[int], routed: bool) -> dict[int, Beginning]:
     """The shared prefixes of samples, by index. Samples of one prompt are a group. Other arguments: as in _keys."""
     keys = {index: _keys(sample, placeholders, routed) for index, sample in samples.items()}
     groups = {index: sample.prompt.id for index, sample in samples.items()}
-    return beginnings_of(groups, {index: of for index, of in keys.items() if of is not None})
+    return beginnings_of(groups, {index: key for index, key in keys.items() if key is not None})
 
 
 def _keys(sample: Sample, placeholders: Sequence[int], routed: bool) -> TokenKeys | None:

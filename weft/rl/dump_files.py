@@ -235,17 +235,19 @@ def _of_objects(content: Any, path: Path) -> Columns:
             f"{path}: has one of {ranks} parts of each sequence, because the run had context parallelism: dump a step "
             "with --context-parallel-size 1."
         )
-    beside = {name: value for mapping in mappings for name, value in mapping.items() if name in _SCALAR_NAMES}
+    scalars = {name: value for mapping in mappings for name, value in mapping.items() if name in _SCALAR_NAMES}
     samples = [batch for batch in batches if not _is_batch(batch)]
     if len(samples) == len(batches):
         names = [name for name in samples[0] if all(_is_given(sample.get(name)) for sample in samples)]
-        return beside | {name: [_as_array(sample[name]) for sample in samples] for name in names if name not in beside}
+        return scalars | {
+            name: [_as_array(sample[name]) for sample in samples] for name in names if name not in scalars
+        }
     parts = [{name: _as_array(value) for name, value in batch.items()} for batch in batches if _is_batch(batch)]
     parts = [part for part in parts if part.keys() == parts[0].keys()]
     if len(parts) == 1:
-        return beside | parts[0]
+        return scalars | parts[0]
     names = [name for name in parts[0] if all(isinstance(part[name], list | np.ndarray) for part in parts)]
-    return beside | {name: [row for part in parts for row in part[name]] for name in names}
+    return scalars | {name: [row for part in parts for row in part[name]] for name in names}
 
 
 def _is_batch(mapping: Mapping[Any, Any]) -> bool:

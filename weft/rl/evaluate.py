@@ -151,11 +151,11 @@ class RlEvaluator:
         self, sampling: SamplingParams, count: int, kind: str, meter: Meter
     ) -> dict[str, list[SampleGroup]]:
         """`count` scored answers per prompt, by source name. All prompts are requested at once; the engine batches."""
-        places = [(name, prompt) for name, prompts in self.held_out.named.items() for prompt in prompts]
+        named_prompts = [(name, prompt) for name, prompts in self.held_out.named.items() for prompt in prompts]
         failures = Failures()
 
-        async def generate(asked: tuple[str, Prompt]) -> SampleGroup:
-            (name, prompt), engine = asked, self.switch.engine
+        async def generate(named_prompt: tuple[str, Prompt]) -> SampleGroup:
+            (name, prompt), engine = named_prompt, self.switch.engine
             label = f"eval/{name}/{kind}/"
             group = await rollout_group(prompt, count, engine, sampling, self.episodes, self.seed, label)
             meter.done += len(group.episodes)
@@ -166,9 +166,9 @@ class RlEvaluator:
             with meter.scoring(len(group.samples)):
                 await self.rewards.score(group.samples, failures)
 
-        groups = await rewarded_groups(places, generate, reward, Phases(), self.switch)
+        groups = await rewarded_groups(named_prompts, generate, reward, Phases(), self.switch)
         answers: dict[str, list[SampleGroup]] = {name: [] for name in self.held_out.named}
-        for (name, _), group in zip(places, groups, strict=True):
+        for (name, _), group in zip(named_prompts, groups, strict=True):
             answers[name].append(group)
             for sample in group.samples:
                 sample.notes["evaluation"] = f"{name} {kind}".strip()

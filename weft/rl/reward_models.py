@@ -221,8 +221,8 @@ class RewardModelClient:
                         answer.set_exception(error)
                 self._waiting = []
                 return
-            rest = iter(outcomes)
+            scores = iter(outcomes)
             for part, answer in batch:
-                values = [next(rest) for _ in part]
+                values = [next(scores) for _ in part]
                 if not answer.done():
                     answer.set_result(values)

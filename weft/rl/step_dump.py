@@ -74,11 +74,11 @@ class StepDump:
 def read_step_dump(name: str, loss: float | None = None, grad_norm: float | None = None) -> StepDump:
     """Read another trainer's batch. name: as in dump_paths. loss, grad_norm: in place of the files' own. Raises
     UserError if a file cannot be read, lacks a field, or if the fields' shapes do not fit."""
-    given = {key: value for key, value in (("loss", loss), ("grad_norm", grad_norm)) if value is not None}
+    overrides = {key: value for key, value in (("loss", loss), ("grad_norm", grad_norm)) if value is not None}
     fields: dict[str, Any] = {}
     for path in dump_paths(name):
         fields = _joined(fields, _renamed(read_columns(path), path), path)
-    fields = _without_repeated(fields) | given
+    fields = _without_repeated(fields) | overrides
     for field in ("input_ids", "response_mask", "advantages"):
         if field not in fields:
             raise UserError(f"{name}: has no {' or '.join(NAMES[field][:3])}. It has: {', '.join(sorted(fields))}.")

@@ -31,15 +31,19 @@ def add_teacher_advantages(samples: Sequence[Sample], config: RlAlgorithm) -> di
     advantage would teach nothing: it does not depend on the token, so that E[A grad log p] = 0.
     """
     counted = [sample for sample in samples if sample.counts and sample.length]
-    ratios, part, rest = [], 0.0, 0.0
+    ratios, teacher_sum, advantage_sum = [], 0.0, 0.0
     for sample in counted:
         assert sample.old_logprobs is not None and sample.teacher_logprobs is not None and sample.advantages is not None
         ratio = (sample.teacher_logprobs - sample.old_logprobs)[sample.sampled]
-        rest += float(np.abs(sample.advantages[sample.sampled]).sum(dtype=np.float64))
-        part += config.teacher_coef * float(np.abs(ratio).sum(dtype=np.float64))
+        advantage_sum += float(np.abs(sample.advantages[sample.sampled]).sum(dtype=np.float64))
+        teacher_sum += config.teacher_coef * float(np.abs(ratio).sum(dtype=np.float64))
         sample.advantages[sample.sampled] += np.float32(config.teacher_coef) * ratio
         ratios.append(ratio)
     if not ratios:
         return {}
     estimate = -float(np.concatenate(ratios).mean(dtype=np.float64))
-    return {"teacher/kl": estimate, "teacher/share": part / (part + rest)} if part else {"teacher/kl": estimate}
+    return (
+        {"teacher/kl": estimate, "teacher/share": teacher_sum / (teacher_sum + advantage_sum)}
+        if teacher_sum
+        else {"teacher/kl": estimate}
+    )

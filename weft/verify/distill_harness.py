@@ -99,7 +99,7 @@ def verify_distillation(
     randomize_adapters(engine)
     prepared = _TaughtSteps(engine, steps, objective, teachers, plain_teachers.chosen, images)
     models: list[Reference | DrawnLists] = []
-    known: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (teacher, document) -> logits
+    logits_of: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (teacher, document) -> logits
 
     def open_plain(adapter: str | None) -> Reference:
         if not models:
@@ -112,9 +112,9 @@ def verify_distillation(
     @torch.no_grad()
     def logits(teacher: Reference, number: int, ids: list[int]) -> Tensor:
         key = number, tuple(ids)
-        if key not in known:
-            known[key] = teacher.logits(ids)[:-1].cpu()
-        return known[key].to(teacher.device)
+        if key not in logits_of:
+            logits_of[key] = teacher.logits(ids)[:-1].cpu()
+        return logits_of[key].to(teacher.device)
 
     def losses(student: Reference, step: Sequence[tuple[list[int], list[float], int]]) -> Iterator[Tensor]:
         total = sum(sum(mask[1:]) for _, mask, _ in step) or 1.0

@@ -1,7 +1,7 @@
 """Reads the algorithm of another trainer's reinforcement learning, one quantity at a time.
 
 Every key that defines the algorithm is written into the draft. None is left to weft's default. If weft computes a
-quantity differently, `Quantity.same` is False, and the user must confirm the draft.
+quantity differently, `Quantity.is_equal` is False, and the user must confirm the draft.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ class Algorithm:
         else:
             self.draft.take(key, value, name, origin or self.origin(name))
 
-    def same(self, name: str, original: str, drafted: str) -> None:
+    def agrees(self, name: str, original: str, drafted: str) -> None:
         """Note a quantity that both trainers compute equally."""
         self.draft.compare(name, original, drafted)
 
     def differs(self, name: str, original: str, drafted: str) -> None:
         """Note a quantity that weft computes differently."""
-        self.draft.compare(name, original, drafted, same=False)
+        self.draft.compare(name, original, drafted, is_equal=False)
 
     def compare_values(self, quantities: Mapping[str, str]) -> None:
         """Note quantities that the draft copies unchanged. quantities: their names -> weft's key."""
         for quantity, key in quantities.items():
             if key in self.draft.values:
-                self.same(quantity, show(self.draft.value(key)), show(self.draft.value(key)))
+                self.agrees(quantity, show(self.draft.value(key)), show(self.draft.value(key)))
 
     def draws(self, names: Mapping[str, str], engine: str) -> None:
         """Set rollout.temperature, top_p, top_k and min_p. names: leaf of `rollout` -> the trainer's name. Without a
@@ -125,9 +125,9 @@ class Algorithm:
         """Set rl.clip and rl.dual_clip of a clipped loss. name, dual_name: the names that determine them."""
         low = min(1.0, low)  # a ratio is never below 0
         self.take("rl.clip", [low, high], name, origin)
-        self.same("clip of the ratio", *[f"{1 - low:g} to {1 + high:g}"] * 2)
+        self.agrees("clip of the ratio", *[f"{1 - low:g} to {1 + high:g}"] * 2)
         self.take("rl.dual_clip", dual, dual_name)
-        self.same("dual clip", *["none" if dual is None else f"{dual:g} x advantage, if that is negative"] * 2)
+        self.agrees("dual clip", *["none" if dual is None else f"{dual:g} x advantage, if that is negative"] * 2)
 
     def penalty(
         self,
@@ -143,7 +143,7 @@ class Algorithm:
         if weft does not have it; "" if both are the same."""
         self.take("rl.kl_coef", coef, name)
         if not coef:
-            self.same("KL", "none", "none")
+            self.agrees("KL", "none", "none")
             return
         short = self.draft.trainer.short
         self.take("rl.kl_in", used_in, name, f"{short}'s KL is in the {used_in}")
@@ -152,20 +152,22 @@ class Algorithm:
         if used_in == "loss":
             self.take("rl.kl_unbiased", unbiased, name, "" if unbiased else f"{short} has no such factor")
         text = f"{coef:g} in the {used_in}, {estimator}{f' cut at {clamp:g}' if clamp else ''}{' x ratio' * unbiased}"
-        (self.differs if original else self.same)("KL", original or text, text)
+        (self.differs if original else self.agrees)("KL", original or text, text)
 
     def corrects(self, kind: str, level: str, low: float, high: float, name: str, original: str = "") -> None:
         """Set rl.correction, its level and limits. name: the name that determines them. original: the trainer's
         computation, if weft does not have it; "" if both are the same."""
         self.take("rl.correction", kind, name)
         if kind == "none":
-            (self.differs if original else self.same)("correction of the engine's mismatch", original or "none", "none")
+            (self.differs if original else self.agrees)(
+                "correction of the engine's mismatch", original or "none", "none"
+            )
             return
         self.take("rl.correction_level", level, name)
         self.take("rl.correction_limits", [low, high], name)
         text = f"{kind} of each {level}, {low:g} to {high:g}"
         differs = bool(original) or not low <= 1 <= high
-        (self.differs if differs else self.same)("correction of the engine's mismatch", original or text, text)
+        (self.differs if differs else self.agrees)("correction of the engine's mismatch", original or text, text)
 
     def functions(self, paths: Sequence[str], name: str, signature: str) -> None:
         """Set rl.reward to functions that the user must write. paths: the trainer's functions, as in a/b.py or a.b.c.
@@ -213,11 +215,13 @@ class Algorithm:
         longest = self.draft.value("rollout.max_new_tokens")
         norm = self.value(norm_name)
         if equivalent != "sequence_sum":
-            self.same("aggregation of the loss", mode, equivalent)
+            self.agrees("aggregation of the loss", mode, equivalent)
         elif mode == "seq-mean-token-sum" and isinstance(longest, int):
             # weft's loss is theirs / the maximum completion length. With eps and the norm divided by the same number,
             # the factor does not change AdamW's updates.
-            self.same("aggregation of the loss", mode, f"sequence_sum: the same / {longest}, as max_grad_norm and eps")
+            self.agrees(
+                "aggregation of the loss", mode, f"sequence_sum: the same / {longest}, as max_grad_norm and eps"
+            )
             self.take("optimizer.eps", 1e-8 / longest, name, f"1e-8 / {longest}, like the loss")
             norm = None if norm is None else self.number(norm_name) / longest
         else:

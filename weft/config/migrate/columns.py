@@ -77,8 +77,8 @@ def take_datasets(draft: Draft, section: str, value: Any, name: str) -> None:
         sources.append(source)
     if len(sources) > 1:
         draft.take(f"{section}.sources", sources, name)
-    for leaf, taken in sources[0].items() if len(sources) == 1 else ():
-        draft.take(f"{section}.{leaf}", taken, name)
+    for leaf, value in sources[0].items() if len(sources) == 1 else ():
+        draft.take(f"{section}.{leaf}", value, name)
 
 
 def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:

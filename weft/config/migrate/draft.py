@@ -25,13 +25,13 @@ _PATTERNS = ("lora.targets", "data.split")  # keys for which other trainers acce
 
 @dataclass(frozen=True)
 class Quantity:
-    """One quantity of the algorithm: its computation in the old config and in the draft, in words. same: whether the
-    two are equal."""
+    """One quantity of the algorithm: its computation in the old config and in the draft, in words. is_equal:
+    whether the two are equal."""
 
     name: str
     original: str
     drafted: str
-    same: bool
+    is_equal: bool
 
 
 @dataclass
@@ -95,11 +95,11 @@ class Draft:
     @property
     def differs(self) -> list[Quantity]:
         """The quantities that the draft computes differently from the old config."""
-        return [quantity for quantity in self.quantities if not quantity.same]
+        return [quantity for quantity in self.quantities if not quantity.is_equal]
 
-    def compare(self, name: str, original: str, drafted: str, *, same: bool = True) -> None:
+    def compare(self, name: str, original: str, drafted: str, *, is_equal: bool = True) -> None:
         """Note the computations of a quantity of the algorithm in the old config and in the draft."""
-        self.quantities.append(Quantity(name, original, drafted, same))
+        self.quantities.append(Quantity(name, original, drafted, is_equal))
 
     def fit_row(self, longest: int, unit: str) -> None:
         """Raise step.max_tokens_per_device until a row has room for `longest` tokens: over the ranks of mesh.cp, but on

@@ -232,8 +232,8 @@ def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
         draft.take(key, value if minutes is None else minutes * 60, name)
     elif draft.job is not None and entry in draft.job.complements:
         share = next(numbers_of(value), None)
-        left = value if share is None else float(f"{1 - share:.6g}")
-        draft.take(draft.job.complements[entry], left, name, f"1 - {entry}")
+        remainder = value if share is None else float(f"{1 - share:.6g}")
+        draft.take(draft.job.complements[entry], remainder, name, f"1 - {entry}")
     elif entry in ("max_samples", "train_max_samples"):
         _take_part(draft, value, name)
     else:
@@ -447,9 +447,9 @@ def _add_defaults(draft: Draft, settings: Mapping[str, Any]) -> None:
     adapters = draft.value("lora.rank") or ("lora.rank" in defaults and _has_adapters(trainer, settings))
     if draft.rl is not None or adapters:
         # A table omits values that are weft's defaults without adapters. With adapters, other defaults apply.
-        known = schema_keys(SftConfig if draft.rl is not None else draft.schema)
+        keys_of_schema = schema_keys(SftConfig if draft.rl is not None else draft.schema)
         changed = ADAPTER_DEFAULTS["sft" if draft.rl is not None else draft.command]
-        defaults = {key: known[key].default for key in (*changed, "schedule.name")} | defaults
+        defaults = {key: keys_of_schema[key].default for key in (*changed, "schedule.name")} | defaults
     for key, value in defaults.items():
         replaced = any(key == loser and winner in draft.values for loser, winner in rules_of(draft.schema).exclusive)
         idle = key == "lora.rank" and not _has_adapters(trainer, settings)
@@ -593,7 +593,7 @@ def _comparison(draft: Draft) -> str:
     name, width = min(widths[0], 34), min(widths[1], 44)
     lines = ["", f"# Theirs -> yours, for the quantities of the algorithm ({draft.trainer.short} -> weft):"]
     for quantity in draft.quantities:
-        mark = " " if quantity.same else "!"
+        mark = " " if quantity.is_equal else "!"
         lines.append(f"# {mark} {quantity.name:<{name}}  {quantity.original:<{width}} -> {quantity.drafted}")
     return "\n".join(lines) + "\n"
 

@@ -158,22 +158,22 @@ def settings_in_use(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 def _schedulers(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Megatron's schedule, converted to the list of torch's schedulers in policy.scheduler."""
 
-    def of(leaf: str, section: str = "scheduler") -> Any:
+    def setting(leaf: str, section: str = "scheduler") -> Any:
         return settings.get(f"{_MEGATRON}.{section}.{leaf}")
 
-    peak, lowest = (next(numbers_of(of(leaf, "optimizer")), 0) for leaf in ("lr", "min_lr"))
+    peak, lowest = (next(numbers_of(setting(leaf, "optimizer")), 0) for leaf in ("lr", "min_lr"))
     schedulers: list[dict[str, Any]] = []
-    if (warmup := of("lr_warmup_iters")) and peak:
-        start = next(numbers_of(of("lr_warmup_init")), 0) / peak
+    if (warmup := setting("lr_warmup_iters")) and peak:
+        start = next(numbers_of(setting("lr_warmup_init")), 0) / peak
         schedulers.append(
             {"name": "LinearLR", "kwargs": {"start_factor": float(f"{start:.6g}"), "total_iters": warmup}}
         )
-    shape = {"cosine": "CosineAnnealingLR", "linear": "LinearLR"}.get(str(of("lr_decay_style")), "ConstantLR")
+    shape = {"cosine": "CosineAnnealingLR", "linear": "LinearLR"}.get(str(setting("lr_decay_style")), "ConstantLR")
     if shape == "CosineAnnealingLR":
-        schedulers.append({"name": shape, "kwargs": {"eta_min": lowest, "T_max": of("lr_decay_iters")}})
+        schedulers.append({"name": shape, "kwargs": {"eta_min": lowest, "T_max": setting("lr_decay_iters")}})
     elif shape == "LinearLR":
         end = lowest / peak if peak else 0
-        schedulers.append({"name": shape, "kwargs": {"end_factor": end, "total_iters": of("lr_decay_iters")}})
+        schedulers.append({"name": shape, "kwargs": {"end_factor": end, "total_iters": setting("lr_decay_iters")}})
     return schedulers
 
 
@@ -193,7 +193,7 @@ class NemoRl(Algorithm):
         self.policy_loss()
         self.kl()
         self.corrections()
-        self.same("critic", "none", "none")
+        self.agrees("critic", "none", "none")
         self.draws({leaf: f"{_GENERATION}.{leaf}" for leaf in ("temperature", "top_p", "top_k")}, "vllm")
         if (stop := self.value(f"{_GENERATION}.stop_strings")) is not None:
             self.take("rollout.stop", stop, f"{_GENERATION}.stop_strings")
@@ -228,7 +228,7 @@ class NemoRl(Algorithm):
         environments = sorted({name.split(".")[1] for name in self.settings if name.startswith("env.")})
         if environments == ["math"]:
             self.take("rl.reward", ["math"], "env.math")
-            self.same("reward", "math: 1 or 0, by math-verify", "math: 1 or 0, by math-verify")
+            self.agrees("reward", "math: 1 or 0, by math-verify", "math: 1 or 0, by math-verify")
         else:
             self.differs("reward", f"of the environments {', '.join(environments) or '?'}", "none: set `rl.reward`")
         for name in self.settings:
@@ -247,7 +247,7 @@ class NemoRl(Algorithm):
                 self.take(key, advantage, "grpo.adv_estimator.name")
             if not minus:
                 self.take("rl.gamma", 1.0, "rl.gamma", "NeMo-RL does not discount")
-            self.same("advantage", *[f"reward{' - mean of the group' * minus}, whitened over all tokens"] * 2)
+            self.agrees("advantage", *[f"reward{' - mean of the group' * minus}, whitened over all tokens"] * 2)
         else:
             self.of_groups(estimator)
         self.take("rl.mask_truncated", self.on("grpo.overlong_filtering"), "grpo.overlong_filtering")
@@ -275,7 +275,7 @@ class NemoRl(Algorithm):
             self.take("rl.advantage_norm", "group" if divides else "none", names[1])
         drafted = f"reward - mean of the {'other samples of the group' if advantage == 'rloo' else 'group'}"
         drafted += " / standard deviation of the group, divisor n - 1" * divides
-        (self.differs if divides or estimator != "grpo" else self.same)("advantage", original, drafted)
+        (self.differs if divides or estimator != "grpo" else self.agrees)("advantage", original, drafted)
 
     def policy_loss(self) -> None:
         """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
@@ -285,7 +285,7 @@ class NemoRl(Algorithm):
         name = f"{_LOSS}.disable_ppo_ratio" if plain else f"{_LOSS}.sequence_level_importance_ratios"
         name = f"{_LOSS}.use_cispo" if cispo else name
         self.take("rl.policy_loss", loss, name)
-        self.same("policy loss", loss, loss)
+        self.agrees("policy loss", loss, loss)
         if not plain:
             ratio = self.value(f"{_LOSS}.ratio_clip_c")
             self.clip_ratio(self.number(f"{_LOSS}.ratio_clip_min"), self.number(f"{_LOSS}.ratio_clip_max"),
@@ -382,7 +382,7 @@ class NemoRl(Algorithm):
             drafted = (
                 "1, in one optimizer step of a rollout step" if count == 1 else "to the policy of the rollout step"
             )
-            (self.same if count == 1 else self.differs)("ratio of the policy and the old one", "1", drafted)
+            (self.agrees if count == 1 else self.differs)("ratio of the policy and the old one", "1", drafted)
         self.take("train.steps", int(self.number("grpo.max_num_steps")), "grpo.max_num_steps")
         every = int(self.number("checkpointing.save_period")) if self.on("checkpointing.enabled") else 0
         self.take("checkpoint.every", every, "checkpointing.save_period")
@@ -395,7 +395,7 @@ class NemoRl(Algorithm):
             ):  # fmt: skip
                 name = f"{_GENERATION}.{evaluated if self.value(f'{_GENERATION}.{evaluated}') is not None else leaf}"
                 self.take(f"eval.{leaf}", self.value(name) or keeps, name)
-            self.same("metric of evaluation", f"accuracy, the mean reward of {samples} sample(s)",
+            self.agrees("metric of evaluation", f"accuracy, the mean reward of {samples} sample(s)",
                       "eval/pass@1; eval/accuracy is for greedy answers")  # fmt: skip
         else:
             for key in [key for key in draft.values if key.startswith("eval.")]:
@@ -412,7 +412,7 @@ class NemoRl(Algorithm):
         """Set the schedule from torch's schedulers. updates: optimizer steps of a rollout step."""
         original, drafted, is_same = take_schedule(self.draft, self.settings)
         of_update = ", of each update" if updates > 1 else ""
-        (self.same if is_same else self.differs)(
+        (self.agrees if is_same else self.differs)(
             "schedule of the learning rate", f"{original}, by rollout steps", drafted + of_update
         )
 
@@ -423,9 +423,11 @@ def take_schedule(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str, 
     name = "policy.scheduler"
     listed = settings.get(name)
     if listed is None:  # one scheduler, whose arguments have different names
-        one = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
-        kwargs = {key.removeprefix("kwargs."): value for key, value in one.items() if key != "name"}
-        listed = [{"name": one["name"], "kwargs": kwargs}] if one else []
+        scheduler_settings = {
+            key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")
+        }
+        kwargs = {key.removeprefix("kwargs."): value for key, value in scheduler_settings.items() if key != "name"}
+        listed = [{"name": scheduler_settings["name"], "kwargs": kwargs}] if scheduler_settings else []
     shape, texts = "constant", []
     for scheduler in listed:
         if "name" not in scheduler:

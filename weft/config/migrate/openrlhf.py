@@ -119,7 +119,7 @@ class OpenRlhf(Algorithm):
         if estimator == "gae":
             self.critic()
         else:
-            self.same("critic", "none", "none")
+            self.agrees("critic", "none", "none")
         self.draws({leaf: f"rollout.{leaf}" for leaf in ("temperature", "top_p")}, "vllm")
         self.devices(gpus)
         self.evaluation()
@@ -166,7 +166,7 @@ class OpenRlhf(Algorithm):
             self.take(
                 "rl.reward", [f"model:{one_path}" for one_path in str(path).split(",")], "reward.model_name_or_path"
             )
-            self.same("reward", f"model {path}", f"model:{path}")
+            self.agrees("reward", f"model {path}", f"model:{path}")
         elif self.value("train.agent_func_path") is None:
             self.differs("reward", "none", "none: set `rl.reward`")
         if self.on("reward.normalize_enable"):
@@ -174,12 +174,12 @@ class OpenRlhf(Algorithm):
         bounds = self.value("reward.clip_range")
         text = "-10 to 10" if bounds is None else f"{bounds[0]:g} to {bounds[1]:g}"
         is_reached = bounds is not None or path is not None
-        (self.differs if is_reached else self.same)("clip of rewards", text, "none")
+        (self.differs if is_reached else self.agrees)("clip of rewards", text, "none")
         if self.value("reward.overlong_buffer_len") is not None:
             length, penalty = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
             self.take("rl.overlong_buffer", int(self.number(length)), length)
             self.take("rl.overlong_penalty", self.number(penalty), penalty)
-            self.same(
+            self.agrees(
                 "penalty of long samples", *[f"up to {self.number(penalty):g} in {self.number(length):g} tokens"] * 2
             )
         if (coef := self.value("reward.stop_properly_penalty_coef")) is not None:
@@ -198,7 +198,7 @@ class OpenRlhf(Algorithm):
         undivided = self.on("algo.advantage.no_std_norm") and estimator in _WHITENED
         original = f"{estimator}: {text}" + ", only their mean subtracted" * undivided
         is_same = estimator in _ESTIMATORS and not undivided
-        (self.same if is_same else self.differs)("advantage", original, f"{advantage}: {text}")
+        (self.agrees if is_same else self.differs)("advantage", original, f"{advantage}: {text}")
         if advantage in ("gae", "reinforce++"):
             self.take("rl.gamma", self.number("algo.advantage.gamma"), "algo.advantage.gamma")
         if advantage == "gae":
@@ -215,7 +215,7 @@ class OpenRlhf(Algorithm):
         """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
         loss = str(self.value("actor.policy_loss_type"))
         self.take("rl.policy_loss", loss, "actor.policy_loss_type")
-        self.same("policy loss", loss, loss)
+        self.agrees("policy loss", loss, loss)
         pair = self.value("actor.eps_clip_low_high")
         low, high = map(float, pair) if pair is not None else [self.number("actor.eps_clip")] * 2
         dual = None if self.value("actor.dual_clip") is None else self.number("actor.dual_clip")
@@ -248,7 +248,7 @@ class OpenRlhf(Algorithm):
         enabled, kind = self.on(switch), str(self.value(of_kind))
         recorded = enabled and self.value("actor.policy_loss_type") == "gspo"  # the ratio is that of the engine's then
         self.take("rl.old_logprobs", "rollout" if recorded else "recompute", switch)
-        self.same("logprobs of the old policy", *["the engine's" if recorded else "the trainer's"] * 2)
+        self.agrees("logprobs of the old policy", *["the engine's" if recorded else "the trainer's"] * 2)
         if kind == "seq-mask-tis" and enabled and not recorded:
             text = f"token ratios of samples whose geometric mean is {low:g} to {high:g}"
             self.corrects("icepop", "geometric", low, high, of_kind, text)
@@ -300,7 +300,7 @@ class OpenRlhf(Algorithm):
         if self.draft.value("rl.kl_coef"):
             self.take("reference.cpu_offload", self.on("ref.offload"), "ref.offload")
         if int(self.number("ds.zero_stage")) < 3:
-            self.same("weights on each device", "complete; gradients and optimizer state are sharded (ZeRO below 3)",
+            self.agrees("weights on each device", "complete; gradients and optimizer state are sharded (ZeRO below 3)",
                       "sharded; `fsdp.reshard_after_forward: false` keeps them from forward to backward")  # fmt: skip
 
     def evaluation(self) -> None:
@@ -328,7 +328,7 @@ class OpenRlhf(Algorithm):
         count = self.updates(batch, "train.batch_size", f"train.batch_size {batch}")
         draft.count_updates(("checkpoint.every",), count * int(self.number("train.max_epochs")))
         if self.value("rollout.vllm_generate_batch_size") is not None:
-            self.same(
+            self.agrees(
                 "prompts that are started", str(self.value("rollout.vllm_generate_batch_size")), "as many as necessary"
             )
         if str(self.value("actor.optim")) == "muon":

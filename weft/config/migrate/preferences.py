@@ -52,12 +52,12 @@ def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
     named, loss_origin, name = draft.values.pop(_LOSS, (None, origin, _LOSS))
     losses = [named] if isinstance(named, str) else list(named or [_LOSSES_OF[method]])
     if named is not None:
-        known = _OF_CPO if method == "cpo" else {loss: loss for loss in LOSSES} | _RENAMED
-        if unknown := [loss for loss in losses if loss not in known]:
+        renamed = _OF_CPO if method == "cpo" else {loss: loss for loss in LOSSES} | _RENAMED
+        if unknown := [loss for loss in losses if loss not in renamed]:
             draft.notes[name] = f"weft has no loss {', '.join(unknown)} of {method.upper()}: set `{_LOSS}`."
             draft.values[_LOSS] = (None, f"set it: {name} is {', '.join(unknown)}", name)
             return drop_refused(draft)
-        losses = [known[loss] for loss in losses]
+        losses = [renamed[loss] for loss in losses]
     elif origin == _LOSS and draft.trainer.name == "trl":
         draft.notes["(trainer)"] = _TRAINERS
     if method == "simpo" or (method == "cpo" and losses == ["simpo"]):

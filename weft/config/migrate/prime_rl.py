@@ -80,7 +80,7 @@ class PrimeRl(Algorithm):
         self.lengths()
         self.advantage()
         self.policy_loss()
-        self.same("critic", "none", "none")
+        self.agrees("critic", "none", "none")
         self.draws(
             {
                 "temperature": f"{_SAMPLING}.temperature",
@@ -142,7 +142,7 @@ class PrimeRl(Algorithm):
             self.take("rl.teacher_in", "advantage", name)
             text = "the same in addition to rewards; without `rl.reward` only the teacher"
         is_same = kind in _ALGOS and not penalised
-        (self.same if is_same else self.differs)("advantage", original, f"{advantage}: {text}")
+        (self.agrees if is_same else self.differs)("advantage", original, f"{advantage}: {text}")
         self.take("rl.dynamic_sampling", 0, "orchestrator.train.filter_zero_advantages")
         if self.on("orchestrator.train.filter_zero_advantages"):
             self.differs("samples without an advantage", "are omitted, and not counted in a batch",
@@ -184,7 +184,7 @@ class PrimeRl(Algorithm):
             self.corrects("tis", "token", 0.0, 2.0, f"{_LOSS}.type", "none: ratios are to the engine's logprobs")
         else:
             self.take("rl.old_logprobs", "rollout", "rl.old_logprobs", "ratios are to the engine's logprobs")
-            self.same("logprobs of the old policy", "the engine's", "the engine's")
+            self.agrees("logprobs of the old policy", "the engine's", "the engine's")
 
     def devices(self, gpus: int | None) -> None:
         """Set the engines, the trainers' ranks, and the parts that stay in host memory."""
@@ -206,7 +206,7 @@ class PrimeRl(Algorithm):
             self.take("rollout.engine_kwargs", {"enforce_eager": True}, "inference.vllm.enforce_eager")
         age = int(self.number("orchestrator.max_off_policy_steps"))
         self.take("cluster.max_staleness", age, "orchestrator.max_off_policy_steps")
-        self.same("age of samples", *[f"at most {age} versions of the weights"] * 2)
+        self.agrees("age of samples", *[f"at most {age} versions of the weights"] * 2)
         if self.on(f"{_MODEL}.fsdp_cpu_offload"):
             self.take("fsdp.cpu_offload", True, f"{_MODEL}.fsdp_cpu_offload")
         elif self.on(f"{_MODEL}.optim_cpu_offload"):

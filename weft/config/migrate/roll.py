@@ -6,7 +6,7 @@ roll/pipeline/rlvr/rlvr_config.py and roll/configs/*_args.py. The computations a
 roll/pipeline/base_worker.py (the critic) and roll/utils/train_infer_corrections.py, at commit 8eb27cc2.
 
 Every key that defines the algorithm is written into the draft. None is left to weft's default. If weft computes a
-quantity differently, `Quantity.same` is False, and the user must confirm the draft.
+quantity differently, `Quantity.is_equal` is False, and the user must confirm the draft.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Roll(Algorithm):
         if estimator == "gae":
             self.critic()
         else:
-            self.same("critic", "none", "none")
+            self.agrees("critic", "none", "none")
         self.sampling()
         self.evaluation()
         self.steps()
@@ -173,14 +173,14 @@ class Roll(Algorithm):
         classes = (value for name, value in self.settings.items() if fnmatchcase(name, "rewards.*.worker_cls"))
         class_names = ", ".join(str(value).rpartition(".")[2] for value in classes)
         drafted = ", ".join(names) or "none yet"
-        self.same("reward", class_names or "none", drafted)
+        self.agrees("reward", class_names or "none", drafted)
         self.domains = max(len(names), len(of_domain))
         if len(names) > 1:
             tags = "; ".join(
                 f"{domain}: {', '.join(tags_of_domain) or 'no tag'}" for domain, tags_of_domain in of_domain.items()
             )
             self.take("rl.reward_column", "domain", "rewards", "set it: the column with the name of a row's reward")
-            self.same("reward of a row", f"by its tag ({tags})", "by rl.reward_column, a name of rl.reward")
+            self.agrees("reward of a row", f"by its tag ({tags})", "by rl.reward_column, a name of rl.reward")
         probabilities = {name: value for name, value in self.settings.items() if ".domain_interleave_probs." in name}
         if len(probabilities) > 1:
             shares = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in probabilities.items())
@@ -242,21 +242,21 @@ class Roll(Algorithm):
             self.take(
                 "rl.advantage_norm", scale, "whiten_advantages" if estimator_name == "gae" else "norm_std_type", origin
             )
-        (self.same if is_known and exact else self.differs)("advantage", description, drafted)
+        (self.agrees if is_known and exact else self.differs)("advantage", description, drafted)
         if (other := self.alone(estimator_name)) != estimator_name:
             self.algorithm = estimator_name = other
         if estimator_name in ("gae", "reinforce++"):
             self.take("rl.gamma", gamma, "gamma")
-        self.same(
+        self.agrees(
             "gamma", show(gamma), show(gamma) if estimator_name in ("gae", "reinforce++") or gamma == 1 else "not read"
         )
         if estimator_name == "gae":
             self.take("rl.gae_lambda", self.number("lambd"), "lambd")
-            self.same("lambda", show(self.number("lambd")), show(self.number("lambd")))
+            self.agrees("lambda", show(self.number("lambd")), show(self.number("lambd")))
         if self.on("whiten_rewards"):
             self.differs("whitening of rewards", "each token's reward, over all tokens", "none")
         else:
-            self.same("whitening of rewards", "none", "none")
+            self.agrees("whitening of rewards", "none", "none")
         if self.domains > 1 and (whitened or "batch" in (mean, std)):
             self.differs(
                 "mean and deviation of a batch", "over each domain's samples", "over all samples of a rollout step"
@@ -282,9 +282,9 @@ class Roll(Algorithm):
         ):
             value = self.value(name)
             if value is None or (name == "reward_clip" and not value):
-                self.same(quantity, "none", "none")
+                self.agrees(quantity, "none", "none")
             elif self.number(name) >= bound and self.number("gamma") == 1:
-                self.same(quantity, f"{show(value)}, never reached", "none")
+                self.agrees(quantity, f"{show(value)}, never reached", "none")
             else:
                 self.differs(quantity, f"at most {show(value)} from 0", "none")
 
@@ -302,12 +302,12 @@ class Roll(Algorithm):
                     self.draft.notes[unused] = "it has no effect without use_pg_clip_range."
         origin = "pg_clip_low, pg_clip_high" if name == "pg_clip_low" else self.origin(name)
         self.take("rl.clip", [low, high], name, origin)
-        self.same("clip of the ratio", f"1 - {low:g} to 1 + {high:g}", f"1 - {low:g} to 1 + {high:g}")
+        self.agrees("clip of the ratio", f"1 - {low:g} to 1 + {high:g}", f"1 - {low:g} to 1 + {high:g}")
         dual = 1 + 2 * clip if self.on("dual_clip_loss") else None  # from pg_clip, even with use_pg_clip_range
         self.take("rl.dual_clip", dual and float(f"{dual:.6g}"), "dual_clip_loss",
                   "dual_clip_loss: 1 + 2 x pg_clip" if dual else "")  # fmt: skip
         text = "none" if dual is None else f"{dual:g} x advantage, if that is negative"
-        self.same("dual clip", text, text)
+        self.agrees("dual clip", text, text)
 
     def policy_loss(self) -> None:
         """Set rl.policy_loss, rl.loss_aggregation and rl.entropy_coef."""
@@ -322,11 +322,11 @@ class Roll(Algorithm):
             self.take("rl.policy_loss", equivalent, "importance_sampling")
             text = "clipped ratio of " + ("complete samples" if equivalent == "gspo" else "each token")
             constant = equivalent == "ppo" or (self.number("gamma") == 1 and self.algorithm != "ppo")
-            (self.same if constant else self.differs)("policy loss", text, f"{equivalent}: {text}")
+            (self.agrees if constant else self.differs)("policy loss", text, f"{equivalent}: {text}")
         self.aggregation(str(self.value("loss_agg_mode")), "loss_agg_mode", "max_grad_norm")
         entropy = self.number("entropy_loss_coef")
         self.take("rl.entropy_coef", entropy, "entropy_loss_coef")
-        self.same("entropy", show(entropy), show(entropy))
+        self.agrees("entropy", show(entropy), show(entropy))
         coefficient = self.number("rl_loss_coef")
         if coefficient != 1:
             self.differs("weight of the loss", f"rl_loss_coef {coefficient:g}", "1")
@@ -345,7 +345,7 @@ class Roll(Algorithm):
         if variant in ("vanilla", "ppo"):
             equivalent = {"vanilla": "reinforce", "ppo": "ppo"}[variant]
             self.take("rl.policy_loss", equivalent, origin)
-            self.same("policy loss", variant, equivalent)
+            self.agrees("policy loss", variant, equivalent)
             if equivalent == "reinforce":
                 self.without("rl.clip", "rl.dual_clip")
         elif variant in ("cispo", "tis") and 0 < low <= 1 and high > 0:
@@ -353,7 +353,7 @@ class Roll(Algorithm):
             self.take("rl.clip", [low, high], origin, f"bounds of pg_variant {variant}")
             self.without("rl.dual_clip")
             text = f"logprobs weighted by the ratio, clipped to {1 - low:g} to {1 + high:g}"
-            self.same("policy loss", f"{variant}: {text}", f"cispo: {text}")
+            self.agrees("policy loss", f"{variant}: {text}", f"cispo: {text}")
         else:
             near = "cispo" if variant in ("tis", "topr") else "ppo"
             self.take("rl.policy_loss", near, origin)
@@ -383,7 +383,7 @@ class Roll(Algorithm):
                 if weight in self.settings and self.number(weight) and not self.on(switch):
                     self.draft.notes[weight] = f"it has no effect without {switch}."
             self.take("rl.kl_coef", 0.0, "use_kl_loss")
-            self.same("KL", "none", "none")
+            self.agrees("KL", "none", "none")
             return
         name = "kl_loss_coef" if in_loss else "init_kl_coef"
         self.take("rl.kl_coef", self.number(name), name)
@@ -401,7 +401,7 @@ class Roll(Algorithm):
         used_in = "loss" if in_loss else "reward"
         limit = " cut at 10" if estimator == "k3" else ""
         drafted = f"{self.number(name):g} in the {used_in}, {estimator}{limit}"
-        (self.same if exact else self.differs)("KL", description, drafted)
+        (self.agrees if exact else self.differs)("KL", description, drafted)
 
     def corrections(self) -> None:
         """Set rl.old_logprobs and rl.correction."""
@@ -418,9 +418,9 @@ class Roll(Algorithm):
             self.take("rl.correction_limits", [0.0, limit], f"{prefix}.upper_bound")
             description = f"ratio of each {level}, at most {'any' if bound is None else f'{limit:g}'}"
             exact = self.on(f"{prefix}.detach") and limit >= 1
-            (self.same if exact else self.differs)("correction", description, f"tis: {equivalent}, 0 to {limit:g}")
+            (self.agrees if exact else self.differs)("correction", description, f"tis: {equivalent}, 0 to {limit:g}")
         else:
-            self.same("correction", "none", "none")
+            self.agrees("correction", "none", "none")
         filters = self.value("train_infer_correction.filters") or ()
         active = [correction for correction in filters if isinstance(correction, dict) and correction.get("enabled")]
         if active:
@@ -438,7 +438,7 @@ class Roll(Algorithm):
         if masked and self.draft.value("rl.loss_aggregation") != "token_mean":
             self.take("rl.count_masked", False, "max_len_mask", "ROLL divides by the number of trained samples")
         text = "are not trained" if masked else "are trained"
-        self.same("samples of the maximum length", text, text)
+        self.agrees("samples of the maximum length", text, text)
         self.take("rl.dynamic_sampling", 0, "is_use_additional_prompts")
         self.take("rl.overlong_buffer", None, "rl.overlong_buffer", "ROLL has none")
         if self.on("difficulty_mask"):
@@ -457,10 +457,10 @@ class Roll(Algorithm):
         draft, lr = self.draft, "critic.training_args.learning_rate"
         rate = next(numbers_of(self.settings.get(lr, 5e-5)), 5e-5)
         self.take("critic.lr", rate, lr, lr if lr in self.settings else "ROLL's default learning rate")
-        self.same("critic's learning rate", f"{rate:g}", f"{rate:g}")
+        self.agrees("critic's learning rate", f"{rate:g}", f"{rate:g}")
         clip = self.value("value_clip")
         self.take("critic.clip", clip, "value_clip")
-        self.same("clip of values", show(clip), show(clip))
+        self.agrees("clip of values", show(clip), show(clip))
         path = self.value("critic.model_args.model_name_or_path") or self.value("reward_pretrain")
         if path is not None:
             self.take("critic.path", path, "reward_pretrain")
@@ -493,7 +493,7 @@ class Roll(Algorithm):
         draft, prefix = self.draft, "actor_infer.generating_args"
         temperature = self.number(f"{prefix}.temperature")
         self.take("rollout.temperature", temperature, f"{prefix}.temperature")
-        self.same("temperature of sampling", f"{temperature:g}", f"{temperature:g}")
+        self.agrees("temperature of sampling", f"{temperature:g}", f"{temperature:g}")
         if temperature != 1:
             self.differs("temperature of training", "1: logprobs of the unscaled logits",
                          f"{temperature:g}: training also divides the logits by it")  # fmt: skip
@@ -509,7 +509,7 @@ class Roll(Algorithm):
                 self.differs(leaf, text, f"{KEEPS_ALL[leaf]}: all tokens; `rollout.engine: hf` supports {leaf}")
             else:
                 self.take(f"rollout.{leaf}", value, name)
-                self.same(leaf, text, text)
+                self.agrees(leaf, text, text)
         if cut and engine in SERVERS and allowed:
             self.take(
                 "rollout.allow_truncated",
@@ -521,8 +521,8 @@ class Roll(Algorithm):
         stop = self.value(f"{prefix}.stop_strings")
         if stop:
             self.take("rollout.stop", stop, f"{prefix}.stop_strings")
-        for leaf, none in (("repetition_penalty", 1), ("num_beams", 1)):
-            if self.number(f"{prefix}.{leaf}") != none:
+        for leaf, default in (("repetition_penalty", 1), ("num_beams", 1)):
+            if self.number(f"{prefix}.{leaf}") != default:
                 self.differs(leaf, show(self.value(f"{prefix}.{leaf}")), "none")
 
     def evaluation(self) -> None:
@@ -548,7 +548,7 @@ class Roll(Algorithm):
         samples = draft.value("rl.prompts_per_step", 0) * self.group
         if "rl.minibatches" in draft.values:
             text = f"{draft.value('rl.minibatches')} x {self.samples} samples"
-            self.same("optimizer steps of a rollout step", text, text)
+            self.agrees("optimizer steps of a rollout step", text, text)
         else:
             draft.values["rl.minibatches"] = (
                 None,

@@ -107,7 +107,7 @@ def _settle_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus
         f"trainers on {show_devices(train)}, engines on {show_devices(engines)}: {len(train | engines)} in all, of "
         f"which both use {show_devices(train & engines)}"
     )
-    draft.compare("devices", sharing, "engines on the trainers' devices, or none of them", same=False)
+    draft.compare("devices", sharing, "engines on the trainers' devices, or none of them", is_equal=False)
     draft.values["cluster.placement"] = (
         None,
         "set it: disaggregated (and devices that no trainer has), or colocated (and at most as many engines)",
@@ -143,7 +143,7 @@ def _take_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], train:
                     f"devices of engines and {role}",
                     f"both on {show_devices(shared)}",
                     f"{len(engines)} for engines and {len(lists[role])} separate ones for {role}",
-                    same=False,
+                    is_equal=False,
                 )
         return False
     draft.values.pop("cluster.placement", None)

@@ -138,7 +138,7 @@ class Slime(Algorithm):
         if estimator == "ppo":
             self.critic()
         else:
-            self.same("critic", "none", "none")
+            self.agrees("critic", "none", "none")
         self.draws({leaf: f"rollout_{leaf}" for leaf in ("temperature", "top_p", "top_k")}, "sglang")
         if stop := self.value("rollout_stop"):
             self.take("rollout.stop", stop if isinstance(stop, list) else [stop], "rollout_stop")
@@ -213,7 +213,7 @@ class Slime(Algorithm):
         if self.value("custom_advantage_function_path") is not None:
             text, exact = f"of {self.value('custom_advantage_function_path')}", False
         exact &= estimator in _ESTIMATORS
-        (self.same if exact else self.differs)("advantage", f"{estimator}: {text}", f"{advantage}: {drafted}")
+        (self.agrees if exact else self.differs)("advantage", f"{estimator}: {text}", f"{advantage}: {drafted}")
         if advantage in ("gae", "reinforce++"):
             self.take("rl.gamma", self.number("gamma"), "gamma")
         if advantage == "gae":
@@ -223,9 +223,9 @@ class Slime(Algorithm):
         self.take("rl.dynamic_sampling", 0 if filtered is None else 100, "dynamic_sampling_filter_path")
         if filtered is not None:
             exact = str(filtered).endswith("check_reward_nonzero_std")
-            (self.same if exact else self.differs)("replaced groups", str(filtered), "groups with equal rewards")
+            (self.agrees if exact else self.differs)("replaced groups", str(filtered), "groups with equal rewards")
         if self.value("over_sampling_batch_size") is not None:
-            self.same("prompts that are started", f"{self.value('over_sampling_batch_size')}", "as many as necessary")
+            self.agrees("prompts that are started", f"{self.value('over_sampling_batch_size')}", "as many as necessary")
         self.take("rl.mask_truncated", False, "rl.mask_truncated", "samples of the maximum length are trained")
 
     def policy_loss(self, estimator: str) -> None:
@@ -237,7 +237,7 @@ class Slime(Algorithm):
         original = str(function) if function else loss
         if masked:
             original += f", without samples of negative advantage that changed by over {self.number('opsm_delta'):g}"
-        (self.differs if function or masked else self.same)("policy loss", original, loss)
+        (self.differs if function or masked else self.agrees)("policy loss", original, loss)
         low = self.number("eps_clip")
         high = low if self.value("eps_clip_high") is None else self.number("eps_clip_high")
         dual = None if self.value("eps_clip_c") is None else self.number("eps_clip_c")
@@ -278,7 +278,7 @@ class Slime(Algorithm):
         """Set rl.old_logprobs, rl.correction and rl.teacher."""
         recorded = self.on("use_rollout_logprobs")
         self.take("rl.old_logprobs", "rollout" if recorded else "recompute", "use_rollout_logprobs")
-        self.same("logprobs of the old policy", *["the engine's" if recorded else "the trainer's"] * 2)
+        self.agrees("logprobs of the old policy", *["the engine's" if recorded else "the trainer's"] * 2)
         function = str(self.value("custom_tis_function_path") or "")
         kind = "none" if not self.on("use_tis") else "icepop" if function.endswith("icepop_function") else "tis"
         unknown = kind == "tis" and function and not function.endswith("vanilla_tis_function")

@@ -145,14 +145,14 @@ class Trl(Algorithm):
 
     def rewards(self) -> None:
         """Set rl.reward and rl.reward_weights."""
-        given = self.value("reward_funcs")
-        names = [given] if isinstance(given, str) else list(given or ())
+        functions = self.value("reward_funcs")
+        names = [functions] if isinstance(functions, str) else list(functions or ())
         rewards, exact = list[str](), True
         for name in map(str, names):
-            known = next((reward for end, reward in _REWARDS.items() if name.rpartition(".")[2] == end), None)
-            if known is not None:
-                rewards.append(known[0])
-                exact &= known[1]
+            reward = next((entry for end, entry in _REWARDS.items() if name.rpartition(".")[2] == end), None)
+            if reward is not None:
+                rewards.append(reward[0])
+                exact &= reward[1]
             elif "/" in name:
                 rewards.append(f"model:{name}")
             elif "." in name:
@@ -164,7 +164,7 @@ class Trl(Algorithm):
             rewards.append(f"model:{path}")
         if rewards:
             self.take("rl.reward", rewards, "reward_funcs")
-        (self.same if exact and rewards else self.differs)(
+        (self.agrees if exact and rewards else self.differs)(
             "reward", ", ".join(map(str, names)) or "passed in Python", ", ".join(rewards) or "none: set `rl.reward`"
         )
         if "math" in rewards and "data.columns" not in self.draft.values:
@@ -174,7 +174,7 @@ class Trl(Algorithm):
             self.take("rl.reward_weights", weights, "reward_weights")
         if len(rewards) > 1:
             together = str(self.value("multi_objective_aggregation"))
-            (self.same if together == "sum_then_normalize" else self.differs)(
+            (self.agrees if together == "sum_then_normalize" else self.differs)(
                 "several rewards", together, "sum_then_normalize"
             )
 
@@ -186,7 +186,7 @@ class Trl(Algorithm):
         self.take("rl.algorithm", "grpo", "loss_type", "TRL's GRPO; the keys below define it")
         self.take("rl.advantage", "grpo", "scale_rewards")
         self.take("rl.advantage_norm", norm, "scale_rewards")
-        self.same("advantage", *[f"reward - mean of the group{over}"] * 2)
+        self.agrees("advantage", *[f"reward - mean of the group{over}"] * 2)
         self.masks()
 
     def masks(self) -> None:
@@ -209,20 +209,20 @@ class Trl(Algorithm):
         self.take("rl.policy_loss", loss, "loss_type", "loss_type, importance_sampling_level")
         exact = kind in _LOSSES and not (loss == "cispo" and (sequence or clip[1] <= 0))
         level = "whole samples" if sequence else "each token"
-        (self.same if exact else self.differs)("policy loss", f"{kind}, ratio of {level}", loss)
+        (self.agrees if exact else self.differs)("policy loss", f"{kind}, ratio of {level}", loss)
         if clip[1] > 0:
             self.take("rl.clip", clip, "epsilon", "epsilon, epsilon_high")
-            self.same("clip of the ratio", *[f"{1 - clip[0]:g} to {1 + clip[1]:g}"] * 2)
+            self.agrees("clip of the ratio", *[f"{1 - clip[0]:g} to {1 + clip[1]:g}"] * 2)
         if loss == "ppo":
             dual = None if self.value("delta") is None else self.number("delta")
             self.take("rl.dual_clip", dual, "delta")
-            self.same("dual clip", *["none" if dual is None else f"{dual:g} x advantage, if that is negative"] * 2)
+            self.agrees("dual clip", *["none" if dual is None else f"{dual:g} x advantage, if that is negative"] * 2)
         elif self.value("delta") is not None:
             self.differs("dual clip", f"{self.number('delta'):g}", "none")
         self.take("rl.loss_aggregation", aggregation, "loss_type")
         shared = aggregation == "token_mean" and updates > 1
         theirs = "the mean over the tokens of all updates of a rollout step" if shared else kind
-        (self.differs if shared or kind not in _LOSSES else self.same)("aggregation of the loss", theirs, aggregation)
+        (self.differs if shared or kind not in _LOSSES else self.agrees)("aggregation of the loss", theirs, aggregation)
         self.take("optimizer.max_grad_norm", self.value("max_grad_norm"), "max_grad_norm")
         self.take("rl.entropy_coef", self.number("entropy_coef"), "entropy_coef")
         if self.number("entropy_coef"):
@@ -300,15 +300,15 @@ class Rloo(Trl):
         text = "reward - mean of the other samples of the group"
         whitens = self.on("normalize_advantages")
         original = text + ", whitened over all samples" * whitens
-        (self.differs if whitens else self.same)("advantage", original, text)
+        (self.differs if whitens else self.agrees)("advantage", original, text)
         bounds = self.value("reward_clip_range")
-        (self.same if bounds is None else self.differs)("clip of rewards", show(bounds), "null")
+        (self.agrees if bounds is None else self.differs)("clip of rewards", show(bounds), "null")
         self.masks()
 
     def policy_loss(self, updates: int) -> None:
         """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
         self.take("rl.policy_loss", "ppo_sequence", "rl.policy_loss", "the product of a sample's ratios, as in TRL")
-        self.same("policy loss", *["ppo, with the product of a sample's ratios"] * 2)
+        self.agrees("policy loss", *["ppo, with the product of a sample's ratios"] * 2)
         low = self.number("epsilon")
         high = low if self.value("epsilon_high") is None else self.number("epsilon_high")
         self.clip_ratio(low, high, "epsilon", "epsilon, epsilon_high", None, "rl.dual_clip")

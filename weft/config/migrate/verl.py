@@ -146,7 +146,7 @@ class Verl(Algorithm):
         if estimator == "gae":
             self.critic()
         else:
-            self.same("critic", "none", "none")
+            self.agrees("critic", "none", "none")
         self.sampling()
         self.evaluation()
         self.devices(gpus)
@@ -178,7 +178,7 @@ class Verl(Algorithm):
             module = str(path).removesuffix(".py").strip("./").replace("/", ".")
             self.take("rl.reward", [f"{module}:{function}"], "custom_reward_function.path",
                       f"{path}: make sure that Python can import it")  # fmt: skip
-            self.same("reward", f"{path}: {function}", f"the same function, {module}:{function}")
+            self.agrees("reward", f"{path}: {function}", f"the same function, {module}:{function}")
         elif gsm8k:
             self.take("rl.reward", ["regex"], "data.reward_fn_key", "verl's score of openai/gsm8k")
             self.take("rl.reward_options", {"regex.pattern": r"#### (\-?[0-9\.\,]+)"}, "data.reward_fn_key",
@@ -203,7 +203,7 @@ class Verl(Algorithm):
             self.take("rl.overlong_buffer", int(self.number(length)), length)
             self.take("rl.overlong_penalty", self.number(penalty), penalty)
             text = f"up to {self.number(penalty):g} in the last {self.number(length):g} tokens"
-            self.same("penalty of long samples", text, text)
+            self.agrees("penalty of long samples", text, text)
 
     def advantage(self) -> str:
         """Set rl.algorithm, rl.advantage, rl.advantage_norm, rl.gamma, rl.gae_lambda. Returns verl's estimator."""
@@ -217,7 +217,7 @@ class Verl(Algorithm):
         if norm is not None:
             self.take("rl.advantage_norm", norm, "algorithm.norm_adv_by_std_in_grpo" if advantage == "grpo" else name)
         if estimator in _ESTIMATORS:
-            self.same("advantage", f"{estimator}: {text}", f"{advantage}: {text}")
+            self.agrees("advantage", f"{estimator}: {text}", f"{advantage}: {text}")
         else:
             self.differs("advantage", f"{estimator}, which weft does not have", f"{advantage}: {text}")
         advantage = self.alone(advantage)
@@ -235,7 +235,7 @@ class Verl(Algorithm):
         mode = str(self.value(f"{_ACTOR}.policy_loss.loss_mode"))
         loss = _LOSSES.get(mode, "ppo")
         self.take("rl.policy_loss", loss, f"{_ACTOR}.policy_loss.loss_mode")
-        (self.same if mode in _LOSSES else self.differs)("policy loss", mode, loss)
+        (self.agrees if mode in _LOSSES else self.differs)("policy loss", mode, loss)
         if loss == "ppo":
             dual = self.number(f"{_ACTOR}.clip_ratio_c")
             self.clip_ratio(self.bound("low"), self.bound("high"), f"{_ACTOR}.clip_ratio_low",
@@ -243,7 +243,7 @@ class Verl(Algorithm):
         elif loss != "reinforce":
             low, high = min(1.0, self.bound("low")), self.bound("high")
             self.take("rl.clip", [low, high], f"{_ACTOR}.clip_ratio_low", "clip_ratio_low, clip_ratio_high")
-            self.same("clip of the ratio", *[f"{1 - low:g} to {1 + high:g}"] * 2)
+            self.agrees("clip of the ratio", *[f"{1 - low:g} to {1 + high:g}"] * 2)
         name = f"{_ACTOR}.loss_agg_mode"
         aggregation = "seq-mean-token-mean" if loss == "gspo" else str(self.value(name))  # gspo supports no other
         self.aggregation(aggregation, name, f"{_ACTOR}.grad_clip")
@@ -260,7 +260,7 @@ class Verl(Algorithm):
         if filters:
             metric = show(self.value("algorithm.filter_groups.metric"))
             text = f"replaced if equal in {metric}, in {rounds or 'any number of'} rounds"
-            self.same("groups with equal rewards", text, "replaced")
+            self.agrees("groups with equal rewards", text, "replaced")
 
     def bound(self, end: str) -> float:
         """clip_ratio_low or clip_ratio_high. clip_ratio counts only if these are null: their default is 0.2."""
@@ -280,7 +280,7 @@ class Verl(Algorithm):
         in_reward = self.on("algorithm.use_kl_in_reward") and self.number("algorithm.kl_ctrl.kl_coef") > 0
         if not in_loss and not in_reward:
             self.take("rl.kl_coef", 0.0, f"{_ACTOR}.use_kl_loss")
-            self.same("KL", "none", "none")
+            self.agrees("KL", "none", "none")
             return
         name, penalty_name, switch = (
             (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type", f"{_ACTOR}.use_kl_loss")
@@ -300,7 +300,7 @@ class Verl(Algorithm):
         text = f"{self.number(name):g} in the {used_in}, {penalty}" + (", adapted" if adaptive else "")
         text += f" and {self.number('algorithm.kl_ctrl.kl_coef'):g} in the reward" if in_loss and in_reward else ""
         is_same = penalty in _KL and not adaptive and not (in_loss and in_reward)
-        (self.same if is_same else self.differs)("KL", text, f"{self.number(name):g} in the {used_in}, {estimator}")
+        (self.agrees if is_same else self.differs)("KL", text, f"{self.number(name):g} in the {used_in}, {estimator}")
 
     def corrections(self) -> None:
         """Set rl.old_logprobs and rl.correction."""
@@ -314,7 +314,7 @@ class Verl(Algorithm):
             name, level, limit = f"{_ACTOR}.tis_imp_ratio_cap", "token", f"{_ACTOR}.tis_imp_ratio_cap"
         if level is None:
             self.take("rl.correction", "none", name)
-            self.same("correction of the engine's mismatch", "none", "none")
+            self.agrees("correction of the engine's mismatch", "none", "none")
         elif "_" in str(self.value(limit)):  # lower_upper: weights outside of the limits are zero
             low, high = (next(numbers_of(bound), 0) for bound in str(self.value(limit)).split("_", 1))
             self.corrects("icepop", str(level), low, high, limit)
@@ -325,7 +325,7 @@ class Verl(Algorithm):
             text = f"ratio of each {level}, at most {self.number(limit):g}"
             normalised = self.on(f"{_CORRECTION}.rollout_is_batch_normalize")
             is_same = level in ("token", "sequence") and not normalised and self.number(limit) >= 1
-            (self.same if is_same else self.differs)(
+            (self.agrees if is_same else self.differs)(
                 "correction of the engine's mismatch", text + ", divided by their mean" * normalised, text
             )
         if self.value(f"{_CORRECTION}.rollout_rs") is not None:
@@ -393,9 +393,11 @@ class Verl(Algorithm):
         else:
             tp = 1
             draft.values.pop("rollout.gpu_memory_utilization", None)
-        apart = self.asynchronous or "rollout.n_gpus_per_node" in self.settings  # one_step_off_policy
-        self.take("cluster.placement", "disaggregated" if apart else "colocated", "actor_rollout_ref.hybrid_engine")
-        if apart:
+        is_disaggregated = self.asynchronous or "rollout.n_gpus_per_node" in self.settings  # one_step_off_policy
+        self.take(
+            "cluster.placement", "disaggregated" if is_disaggregated else "colocated", "actor_rollout_ref.hybrid_engine"
+        )
+        if is_disaggregated:
             engines = int(self.number("rollout.nnodes") * self.number("rollout.n_gpus_per_node"))
             self.take("rollout.num_engines", max(1, engines // tp), "rollout.n_gpus_per_node", f"{engines} GPUs / {tp}")
             ahead = self.number("async_training.staleness_threshold") if self.asynchronous else 1
@@ -405,14 +407,14 @@ class Verl(Algorithm):
                              f"up to {math.ceil(ahead)} version")  # fmt: skip
         if gpus:
             self.take("cluster.trainer_ranks", gpus, "trainer.n_gpus_per_node", f"{gpus} GPUs")
-            if not apart:
+            if not is_disaggregated:
                 self.take("rollout.num_engines", max(1, gpus // tp), name, f"{gpus} GPUs / {tp}")
             for counted in ("trainer.n_gpus_per_node", "trainer.nnodes"):
                 draft.notes.pop(counted, None)
         offloaded = [
             part for leaf, parts in _OFFLOADED.items() if self.on(f"{_ACTOR}.fsdp_config.{leaf}") for part in parts
         ]
-        if not apart:
+        if not is_disaggregated:
             self.take("cluster.offload_during_rollout", offloaded, f"{_ACTOR}.fsdp_config.param_offload",
                       "param_offload, optimizer_offload of the actor")  # fmt: skip
         if self.draft.value("rl.kl_coef"):
@@ -445,7 +447,7 @@ class Verl(Algorithm):
         self.take("rl.minibatches", prompts // batch, name, f"{prompts} prompts / ppo_mini_batch_size {batch}")
         self.compare_steps()
         if self.on(f"{_ACTOR}.shuffle"):
-            self.same("samples of an update", "drawn at random", "complete groups, in the order of their prompts")
+            self.agrees("samples of an update", "drawn at random", "complete groups, in the order of their prompts")
         updates = prompts // batch * epochs
         draft.count_updates(("train.steps", "checkpoint.every", "schedule.warmup_steps"), updates)
         if samples := int(self.number("rollout.total_rollout_steps")):
@@ -458,7 +460,7 @@ class Verl(Algorithm):
         text = (
             f"{draft.value('schedule.name')}, {'one rate for' if updates > 1 else 'of'} all updates of a rollout step"
         )
-        (self.same if constant or updates == 1 else self.differs)(
+        (self.agrees if constant or updates == 1 else self.differs)(
             "schedule of the learning rate", text, f"{draft.value('schedule.name')}, of each update"
         )
 

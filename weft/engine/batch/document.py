@@ -277,7 +277,9 @@ def _beginnings(
     keys = {
         index: document.token_keys(placeholders) for index, document in documents.items() if sizes[groups[index]] > 1
     }
-    return beginnings_of(dict(enumerate(groups)), {index: of for index, of in keys.items() if of is not None})
+    return beginnings_of(
+        dict(enumerate(groups)), {index: token_keys for index, token_keys in keys.items() if token_keys is not None}
+    )
 
 
 def _priced(meta: DocumentMeta, beginning: Beginning, costs: Costs) -> Path:

@@ -460,17 +460,17 @@ def document_checksums(
     documents: Mapping[int, Document],
     micro_batch: int,
     rank: int,
-    same: tuple[int, int],
+    replica: tuple[int, int],
 ) -> tuple[ReplicaChecksum, ...]:
     """Checksums of the documents that a row shares with other ranks. row: with whole documents. rank: this rank's index
-    among the ranks with different documents. same: (its index among the ranks with the same documents, their number).
-    """
+    among the ranks with different documents. replica: (its index among the ranks with the same documents, their
+    number)."""
     checksums = []
-    if same[1] > 1:
+    if replica[1] > 1:
         number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])
         sources = ", ".join(documents[i].source or str(i) for i in row.documents[:8])
         name = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
-        checksums.append(ReplicaChecksum(name, number, *same))
+        checksums.append(ReplicaChecksum(name, number, *replica))
     for index in plan.shared_documents(micro_batch, rank):
         if index in row.documents:
             document, ranks = documents[index], plan.ranks_with(micro_batch, rank, index)
@@ -516,12 +516,13 @@ class StepRows:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds rows. rank: this rank's index among the ranks with different documents. same: (its index among the ranks
-    with the same documents, their number). context: the ranks that share documents, if any. owners: fill Row.owner_M.
-    pinned: build rows in page-locked memory. vision, base: of the model; vision is None if it accepts no images."""
+    """Builds rows. rank: this rank's index among the ranks with different documents. replica: (its index among the
+    ranks with the same documents, their number). context: the ranks that share documents, if any. owners: fill
+    Row.owner_M. pinned: build rows in page-locked memory. vision, base: of the model; vision is None if it accepts no
+    images."""
 
     rank: int
-    same: tuple[int, int]
+    replica: tuple[int, int]
     context: CPAxis | None
     layout: Layout
     owners: bool
@@ -565,7 +566,7 @@ class RowBuilder:
             owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),
             noise=noise, segments=segments,
         )  # fmt: skip
-        row = replace(row, checksums=document_checksums(row, plan, documents, micro_batch, self.rank, self.same))
+        row = replace(row, checksums=document_checksums(row, plan, documents, micro_batch, self.rank, self.replica))
         if plan.pieces:
             assert self.context is not None
             row = cut_row(row, plan, micro_batch, self.rank, self.context)

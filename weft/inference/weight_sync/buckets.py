@@ -140,8 +140,10 @@ class BucketPlan:
     def __init__(self, engine: Engine, content: SyncContent, size: int) -> None:
         """size: bytes at which a bucket is full; a larger tensor gets its own."""
         self._content = content
-        (state, cuts), among, borrowed = _local_tensors(engine, content), engine.mesh.stage_rank, engine.tied_copies
-        boxes = {name: rank_boxes(state[name], cuts.get(name), among) for name in state if name not in borrowed}
+        (state, cuts), among = _local_tensors(engine, content), engine.mesh.stage_rank
+        boxes = {
+            name: rank_boxes(state[name], cuts.get(name), among) for name in state if name not in engine.tied_copies
+        }
         numbers = {name: number for number, name in enumerate(boxes)}
         self.buckets = list[list[BucketTensor]]()
         self._shares = list[list[_ShardCopy]]()

@@ -22,11 +22,11 @@ from weft.launch.options import Device
 from weft.launch.process import choose_device
 from weft.models import hf
 from weft.parallel.memory import capacity
-from weft.recipes.plan.beside import Beside
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import Choice, activation_choices, choices, fitting
 from weft.recipes.plan.machines import Machine, machine_of
 from weft.recipes.plan.memory import Memory, memory_of
+from weft.recipes.plan.other_models import OtherModels
 from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
 from weft.recipes.plan.timing import time_of
 from weft.rl.model_engines import policy_config
@@ -39,15 +39,15 @@ _WORTHWHILE = 0.03  # of a rank's memory: a setting that saves less is not print
 
 @dataclass(frozen=True)
 class Situation:
-    """A run and its ranks. room: bytes of a rank. beside: bytes of other models on the same ranks. machine: its rates
-    order settings by time; an H100's rates replace the device's if those are unknown."""
+    """A run and its ranks. room: bytes of a rank. other_bytes: bytes of other models on the same ranks. machine: its
+    rates order settings by time; an H100's rates replace the device's if those are unknown."""
 
     config: Any
     model: Blueprint
     mesh: MeshSizes
     machine: Machine
     room: int
-    beside: int
+    other_bytes: int
 
     @staticmethod
     def of(config: SftConfig | RlConfig, world: int, device: Device, assumed: Accelerator | None = None) -> Situation:
@@ -67,7 +67,7 @@ class Situation:
         model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
         mesh = resolve_mesh(engine.mesh, world)
         other_models = config if isinstance(config, RlConfig | DpoConfig | DistillConfig) else None
-        rows = [] if other_models is None else Beside(other_models, model, world, "cpu", assumed).rows(mesh)
+        rows = [] if other_models is None else OtherModels(other_models, model, world, "cpu", assumed).rows(mesh)
         machine = replace(machine_of(usual), accelerator=replace(usual, memory=room))
         return Situation(config, model, mesh, machine, room, sum(row.resident for row in rows))
 
@@ -130,7 +130,7 @@ def with_chosen_recompute(
         )
     situation = Situation.of(config, world, device, assumed)
     stated, budget = Choice.of(situation.model.config), config.step.max_tokens_per_device
-    room = situation.machine.usable * situation.room - situation.beside
+    room = situation.machine.usable * situation.room - situation.other_bytes
     # On the CPU activations that go to the host would stay where they are.
     offloads = ("off", "inputs", "kept") if situation.model.assumed is not None else (stated.offload,)
 
@@ -229,10 +229,10 @@ def account_lines(config: SftConfig | RlConfig, world: int, device: Device) -> I
         ("gathered weights", memory.gathered + memory.staged + memory.copies),
         ("activations", memory.rows + memory.in_flight),
         ("gradients of a unit", memory.unreduced + memory.reduced + memory.lingering),
-        ("rows of experts", memory.experts), ("head", memory.head), ("other models", situation.beside),
+        ("rows of experts", memory.experts), ("head", memory.head), ("other models", situation.other_bytes),
     ]  # fmt: skip
     words = ", ".join(f"{name} {byte_count(size)}" for name, size in parts if size)
-    total = memory.fullest + situation.beside
+    total = memory.fullest + situation.other_bytes
     yield f"account  of the fullest rank, estimated: {words}"
     yield f"         peak {byte_count(total)}; a rank has {byte_count(situation.room)}"
     if memory.unknown:

@@ -117,8 +117,10 @@ def activation_choices(config: Any) -> list[list[Choice]]:
         tiles = dict.fromkeys((tile, None if compiled or config.lora.dropout > 0 else tile or AUTO_TILE))
         offloads = [offload for offload in _offloads(policy) if offload != "off" or base.offload == "off"]
         if offloads:
-            given = replace(base, recompute=policy)
-            by_policy.append([replace(given, tile=tile, offload=offload) for tile, offload in product(tiles, offloads)])
+            base_choice = replace(base, recompute=policy)
+            by_policy.append(
+                [replace(base_choice, tile=tile, offload=offload) for tile, offload in product(tiles, offloads)]
+            )
     return by_policy
 
 

@@ -1,6 +1,6 @@
 """The content of memory at the peak of a step, by class.
 
-`weights`, `optimizer` and `gradients` are the engine's. `beside` are the weights of frozen models. `gathered` are
+`weights`, `optimizer` and `gradients` are the engine's. `frozen` are the weights of frozen models. `gathered` are
 complete parameters of FSDP units, and their receive buffers. `unreduced` are gradients of complete units before they
 are reduced. `head` is allocated by the head in a forward. `activations` are other tensors that outlive the forward that
 made them, because backward needs them; a layer that is recomputed in backward has activations until its backward ends.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-CLASSES = ("weights", "gradients", "optimizer", "beside", "activations", "head", "gathered", "unreduced", "temporary")
+CLASSES = ("weights", "gradients", "optimizer", "frozen", "activations", "head", "gathered", "unreduced", "temporary")
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from weft.launch.simulated import host_memory, on_host
 from weft.ops.divergence import TeacherHead
 from weft.parallel.mesh import local_shard
 from weft.parallel.pp.schedule import in_flight
-from weft.recipes.plan.beside import models_beside
+from weft.recipes.plan.other_models import list_other_models
 from weft.recipes.teachers import open_teacher
 
 
@@ -55,7 +55,7 @@ class SimulatedReadings:
         return rows
 
     @property
-    def held(self) -> list[Tensor]:
+    def frozen_tensors(self) -> list[Tensor]:
         """The tensors of frozen models on this rank."""
         return [local_shard(p) for model in self.models for p in (*model.module.parameters(), *model.module.buffers())]
 
@@ -70,10 +70,10 @@ class AnswerReadings(SimulatedReadings):
         self.config, self.objective = config, objective
 
     def open(self, engine: Engine) -> None:
-        self.beside = models_beside(self.config, engine.config)
+        self.other_models = list_other_models(self.config, engine.config)
         self.models = [
             open_frozen(model.section, model.config, engine.ranks, shares_with=engine)
-            for model in self.beside
+            for model in self.other_models
             if model.config is not None
         ]
 
@@ -81,7 +81,7 @@ class AnswerReadings(SimulatedReadings):
         preference, places = self.config.preference, range(len(documents))
         columns = [places[::2], places[1::2]] if preference.is_paired else [places]
         reference = self.models[0] if self.models else engine
-        for _ in range(sum(round(model.reads) for model in self.beside)):
+        for _ in range(sum(round(model.reads) for model in self.other_models)):
             with nullcontext() if self.models else engine.without_adapter():
                 read_sums(reference, documents_of_longest(reference, documents))
         whole_step = any(facts.whole_step for facts in preference.facts)
@@ -173,9 +173,12 @@ class TeacherReadings(SimulatedReadings):
         return engine.rows(plan, local, self.objective, 1)
 
     @property
-    def held(self) -> list[Tensor]:
+    def frozen_tensors(self) -> list[Tensor]:
         heads = [head for head in self.objective.heads if isinstance(head, TeacherHead)]
-        return [*super().held, *(part for head in heads for part in (head.weight, head.bias) if part is not None)]
+        return [
+            *super().frozen_tensors,
+            *(part for head in heads for part in (head.weight, head.bias) if part is not None),
+        ]
 
     def _heads(self, engine: Engine) -> list[TeacherHead | Listed]:
         """The teachers' heads on this rank; empty if the rank computes no loss."""

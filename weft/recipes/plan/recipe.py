@@ -32,10 +32,16 @@ from weft.launch.machine import accelerator
 from weft.launch.options import PlanOptions
 from weft.models import hf
 from weft.recipes.plan.account import with_chosen_recompute
-from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_readings
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.memory import Memory, memory_by_stage
+from weft.recipes.plan.other_models import (
+    OtherModels,
+    answers_of_example,
+    list_other_models,
+    prefix_of_pairs,
+    with_readings,
+)
 from weft.recipes.plan.readings import readings_of
 from weft.recipes.plan.rows import StepLengths
 from weft.recipes.plan.search import Search, search
@@ -76,24 +82,24 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         )  # fmt: skip
         result = search(problem)
         show_search(model, result, options.ranks, lengths, machine, config, longer(config, options.length))
-        if names := ", ".join(beside.name for beside in models_beside(config, engine)):
+        if names := ", ".join(other_models.name for other_models in list_other_models(config, engine)):
             say(f"with     {names}: included in the memory and the time of every mesh")
         return
     mesh = resolve_mesh(model.config.mesh, options.ranks, "--ranks")
     model.check(mesh)
-    beside = Beside(config, model, options.ranks, "cpu", assumed)
+    other_models = OtherModels(config, model, options.ranks, "cpu", assumed)
     plan, rows = lengths.plan(model, mesh)
     memories = memory_by_stage(model, mesh, rows)
-    readings = beside.readings(mesh, plan, rows, machine, lengths.plan)
+    readings = other_models.readings(mesh, plan, rows, machine, lengths.plan)
     time = with_readings(time_of(model, mesh, rows, machine), readings)
     show_estimate(model, mesh, machine, lengths, plan, memories, time)
     if options.simulate:
         step = replace(step_of(config, lengths.tokens), group=lengths.group, prefix=lengths.prefix)
         for memory in ranks_to_simulate(memories):
             rank = memory.share.coordinates.rank(mesh)
-            others = sum(row.resident for row in beside.rows(mesh))
+            others = sum(row.resident for row in other_models.rows(mesh))
             show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory, others)
-    show_engines(beside.rows(mesh), max(memories, key=lambda memory: memory.fullest), machine)
+    show_engines(other_models.rows(mesh), max(memories, key=lambda memory: memory.fullest), machine)
     if isinstance(config, RlConfig):
         say_all(device_lines(config))
 

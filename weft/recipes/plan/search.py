@@ -16,11 +16,11 @@ from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError, first_line
 from weft.models.flops import document_flops
 from weft.parallel.pp.schedule import DELAYED, placement_of
-from weft.recipes.plan.beside import Beside, RowsOf, with_readings
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import Choice, choices, fitting
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory, memory_of, rows_of_a_token
+from weft.recipes.plan.other_models import OtherModels, RowsOf, with_readings
 from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
 from weft.recipes.plan.timing import StepTime, time_of
 
@@ -103,7 +103,7 @@ def search(problem: Search) -> SearchResult:
     """Try meshes in the order of their lower bounds of time, until no other mesh can be among the best, or _MOST_TRIED
     were tried. If none fits, try meshes whose weights and optimizer state need other settings than the config's. If
     fewer than BEST fit, try further settings on the same meshes."""
-    result, variants, known = SearchResult(), dict[object, Blueprint](), dict[str, Blueprint]()
+    result, variants, other_blueprints = SearchResult(), dict[object, Blueprint](), dict[str, Blueprint]()
     rows_of = partial(_rows, problem, dict[object, tuple[StepPlan, RowFacts]]())
     room = problem.machine.accelerator.memory * problem.machine.usable
     slower: list[Proposal] = []
@@ -117,7 +117,9 @@ def search(problem: Search) -> SearchResult:
             result.tried += 1
             try:
                 config, needs_more = _check(problem, mesh), len(bounds) < BEST
-                proposals = _proposals(problem, mesh, config, rows_of, room, variants, known, every_policy=needs_more)
+                proposals = _proposals(
+                    problem, mesh, config, rows_of, room, variants, other_blueprints, every_policy=needs_more
+                )
             except UserError as error:
                 reason = first_line(error)
                 result.refused[reason] = result.refused.get(reason, 0) + 1
@@ -258,12 +260,12 @@ def _rows(
 
 def _proposals(
     problem: Search, mesh: MeshSizes, config: Any, rows_of: RowsOf, room: float, variants: dict[object, Blueprint],
-    known: dict[str, Blueprint], *, every_policy: bool,
+    other_blueprints: dict[str, Blueprint], *, every_policy: bool,
 ) -> list[list[Proposal]] | int:  # fmt: skip
     """Proposals for this mesh in groups, each ordered by time: exact settings on the accelerator; if none of these fit,
     exact settings with shards on the host, and lossy settings. Otherwise the minimum number of bytes that it would
-    need. config: on this mesh. variants, known: blueprints of the trained model, and of other models. every_policy:
-    also return recomputation policies that are slower than one that fits."""
+    need. config: on this mesh. variants, other_blueprints: blueprints of the trained model, and of other models.
+    every_policy: also return recomputation policies that are slower than one that fits."""
     machine, budget, least = problem.machine, _budget(problem, mesh), 0
     plan, rows = rows_of(problem.model, mesh, budget)
     stated = Choice.of(problem.config)
@@ -272,11 +274,13 @@ def _proposals(
         model = _variant(problem, group[0][0], variants)
         if model is None:
             continue
-        beside = Beside(group[0][0].apply(config), model, problem.ranks, "cpu", model.assumed, known)
-        engines = beside.rows(mesh)
+        other_models = OtherModels(
+            group[0][0].apply(config), model, problem.ranks, "cpu", model.assumed, other_blueprints
+        )
+        engines = other_models.rows(mesh)
         resident = sum(engine.resident for engine in engines)
         read = max((engine.gathered or 0 for engine in engines), default=0)
-        readings = beside.readings(mesh, plan, rows, machine, rows_of)
+        readings = other_models.readings(mesh, plan, rows, machine, rows_of)
 
         def needed(
             choice: Choice, model: Blueprint = model, resident: int = resident, read: int = read

@@ -31,7 +31,7 @@ _FRAGMENTS = 0.025
 _NOTES = {
     "weights": "master weights, frozen weights and buffers",
     "optimizer": "with the average of the weights, if there is one",
-    "beside": "weights and heads of frozen models",
+    "frozen": "weights and heads of frozen models",
     "activations": "stored for backward, for all rows in flight",
     "head": "allocated by the head in a forward: logits, and gradients that the head computes in advance",
     "gathered": "complete parameters of units, and their receive buffers",
@@ -228,9 +228,9 @@ def show_search(
 # ---------------------------------------------------------------- a simulated rank
 
 
-def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: int = 0) -> None:
+def show_simulated(simulated: Simulated, estimated: Memory, room: int, frozen_bytes: int = 0) -> None:
     """Prints the simulation of one rank. estimated: the estimated memory of the fullest rank of its stage, for
-    comparison. room: memory of the accelerator in bytes. beside: estimated bytes of frozen models."""
+    comparison. room: memory of the accelerator in bytes. frozen_bytes: estimated bytes of frozen models."""
     ran = f"{simulated.micro_batches} of {simulated.all_micro_batches} micro-batches, those with the longest rows"
     if simulated.micro_batches == simulated.all_micro_batches:
         ran = counted(simulated.micro_batches, "micro-batch")
@@ -241,7 +241,7 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: i
         "weights": holdings.weights,
         "gradients": holdings.gradients,
         "optimizer": holdings.optimizer + holdings.average,
-        "beside": beside,
+        "frozen": frozen_bytes,
         "activations": estimated.rows + estimated.in_flight,
         "gathered": estimated.gathered,
     }
@@ -255,13 +255,13 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: i
         "",
     )
     for name, size in peak.classes.items():
-        if name == "beside" and not peak.maxima[name]:
+        if name == "frozen" and not peak.maxima[name]:
             continue
         estimate = byte_count(by_arithmetic[name]) if name in by_arithmetic else ""
         table.add_row(name, byte_count(size), byte_count(peak.maxima[name]), estimate, _NOTES.get(name, ""))
     table.add_section()
     share = f"{peak.total / room:.0%} of {byte_count(room)}"
-    table.add_row("peak", byte_count(peak.total), "", byte_count(estimated.fullest + beside), share)
+    table.add_row("peak", byte_count(peak.total), "", byte_count(estimated.fullest + frozen_bytes), share)
     show(table)
     overhead = round(_CONTEXT + _FRAGMENTS * peak.total)
     extra = f"{byte_count(overhead)} for CUDA and NCCL contexts and fragmentation"

@@ -111,10 +111,10 @@ def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, step: Step) -> 
     readings = step.readings
     with on_host():
         documents = simulated_documents(step)
-    with Watch(engine, readings.models, readings.held) as watch:
+    with Watch(engine, readings.models, readings.frozen_tensors) as watch:
         rows = readings.read(engine, plan, documents, rows)
         engine.accumulate(plan, rows, step.objective)
-        tensors_by_class = held_by(engine) | {"beside": readings.held}
+        tensors_by_class = held_by(engine) | {"frozen": readings.frozen_tensors}
         persistent = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in tensors_by_class.items()}
         del tensors_by_class
         engine.apply(1e-5)

@@ -48,18 +48,20 @@ class _Unit:
 class Watch(TorchDispatchMode):
     """Records the operations of this thread inside the context. Enter it only once."""
 
-    def __init__(self, engine: Engine, beside: Sequence[Engine] = (), held: Iterable[Tensor] = ()) -> None:
-        """engine: before the step, when the optimizer has its state. beside: other engines of this rank. held: their
-        tensors."""
+    def __init__(
+        self, engine: Engine, other_engines: Sequence[Engine] = (), frozen_tensors: Iterable[Tensor] = ()
+    ) -> None:
+        """engine: before the step, when the optimizer has its state. other_engines: further engines of this rank.
+        frozen_tensors: their tensors."""
         super().__init__()
-        parts = [parts_of(model) for model in (*beside, engine)]
+        parts = [parts_of(model) for model in (*other_engines, engine)]
         self.engine, self.collectives = engine, Collectives({k: v for part in parts for k, v in part.items()})
         self.moments: list[Moment] = []  # one per operation
         self.lives: list[Life] = []
         self._phase = ("", 0)
         self._alive: dict[int, Life] = {}  # by address
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        units = (unit for model in (engine, *beside) for unit in fsdp_modules(model.module))
+        units = (unit for model in (engine, *other_engines) for unit in fsdp_modules(model.module))
         groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
         self._groups: list[Any] = [group for group in groups if group is not None]
         self._units: dict[int, _Unit] = {}  # index of a group -> its unit, once it was gathered
@@ -67,11 +69,11 @@ class Watch(TorchDispatchMode):
         self._gathered = 0  # bytes of these
         self._in_head = False
         self._hooks = []
-        for model in (engine, *beside):
+        for model in (engine, *other_engines):
             head = model.module.head
             self._hooks.append(head.register_forward_pre_hook(lambda *_: self._head(True)))
             self._hooks.append(head.register_forward_hook(lambda *_: self._head(False)))
-        for kind, tensors in (held_by(engine) | {"beside": held}).items():
+        for kind, tensors in (held_by(engine) | {"frozen": frozen_tensors}).items():
             self._classify(tensors, kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

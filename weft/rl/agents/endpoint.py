@@ -68,8 +68,8 @@ class Endpoint:
             case "POST", "/v1/chat/completions":
                 return await self._answer(session, request, parse_request(request.body, *self._served))
             case "POST", "/v1/responses":
-                asked = parse_responses_request(request.body, *self._served, session.calls)
-                return await self._answer(session, request, asked)
+                chat_request = parse_responses_request(request.body, *self._served, session.calls)
+                return await self._answer(session, request, chat_request)
             case "GET", "/v1/models":
                 listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "weft"}]
                 return HttpResponse(200, json.dumps({"object": "list", "data": listed}).encode())
@@ -85,8 +85,8 @@ class Endpoint:
             "/v1/responses, GET /v1/models and POST /v1/reward",
         )
 
-    async def _answer(self, session: Session, request: HttpRequest, asked: ChatRequest) -> HttpResponse:
-        if asked.tools and not self._parses_calls:
+    async def _answer(self, session: Session, request: HttpRequest, chat_request: ChatRequest) -> HttpResponse:
+        if chat_request.tools and not self._parses_calls:
             raise HttpError(
                 400,
                 "the chat template of this model writes calls of tools in a format that this endpoint cannot parse "
@@ -94,10 +94,10 @@ class Endpoint:
                 "instead, and parse calls in the agent",
                 param="tools",
             )
-        call = await session.answer(asked, retry=request.headers.get(_RETRY, "0") != "0")
-        if isinstance(asked, ResponsesRequest):
-            body = responses_body(asked, call.answer, MODEL)
+        call = await session.answer(chat_request, retry=request.headers.get(_RETRY, "0") != "0")
+        if isinstance(chat_request, ResponsesRequest):
+            body = responses_body(chat_request, call.answer, MODEL)
         else:
-            body = completion_body(asked, call.answer, MODEL)
-        kind = "text/event-stream" if asked.stream else "application/json"
+            body = completion_body(chat_request, call.answer, MODEL)
+        kind = "text/event-stream" if chat_request.stream else "application/json"
         return HttpResponse(200, body, kind, lambda: session.forget(call))

@@ -220,11 +220,11 @@ def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if item["type"] == "message":
             ids |= {"content_index": 0}
             (part,) = item["content"]
-            said = {"text": part["text"], "logprobs": part["logprobs"]}
+            content = {"text": part["text"], "logprobs": part["logprobs"]}
             yield {**added, "item": {**item, "status": "in_progress", "content": []}}
             yield {**ids, "type": "response.content_part.added", "part": {**part, "text": "", "logprobs": []}}
             yield {**ids, "type": "response.output_text.delta", "delta": part["text"], "logprobs": part["logprobs"]}
-            yield {**ids, "type": "response.output_text.done", **said}
+            yield {**ids, "type": "response.output_text.done", **content}
             yield {**ids, "type": "response.content_part.done", "part": part}
         else:
             arguments = item["arguments"]

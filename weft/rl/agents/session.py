@@ -167,8 +167,10 @@ class Session:
 
     def _answered(self, request: ChatRequest, prompt: tuple[int, ...]) -> AgentCall | None:
         """The last call with the same request."""
-        same = (call for call in reversed(self.calls) if call.prompt == prompt)
-        return next((call for call in same if replace(call.request, messages=request.messages) == request), None)
+        repeated_calls = (call for call in reversed(self.calls) if call.prompt == prompt)
+        return next(
+            (call for call in repeated_calls if replace(call.request, messages=request.messages) == request), None
+        )
 
 
 def _continues(request: ChatRequest, call: AgentCall) -> Sequence[Mapping[str, Any]] | None:

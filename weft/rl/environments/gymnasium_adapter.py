@@ -73,7 +73,7 @@ class Game(Environment):
     def start(self, prompt: Prompt) -> Reply:  # type: ignore[override]  # a plain method is run in the main thread
         columns = prompt.columns
         observation, _ = self.game.reset(seed=int(columns.get("seed", prompt.index)), options=columns.get("options"))
-        return Reply(messages=[self._said(observation)])
+        return Reply(messages=[self._message(observation)])
 
     def step(self, text: str, tokens: Sequence[int]) -> Reply:  # type: ignore[override]
         action: Any = text.strip()
@@ -86,13 +86,13 @@ class Game(Environment):
         ended = {"terminated": bool(terminated), "truncated": bool(truncated)}
         if terminated or truncated:
             return Reply(done=True, reward=float(reward), notes=ended)
-        return Reply(messages=[self._said(observation)], reward=float(reward))
+        return Reply(messages=[self._message(observation)], reward=float(reward))
 
     def close(self) -> None:  # type: ignore[override]
         if hasattr(self.game, "close"):
             self.game.close()
 
-    def _said(self, observation: Any) -> dict[str, str]:
+    def _message(self, observation: Any) -> dict[str, str]:
         if not isinstance(observation, str) and getattr(self.game, "render_mode", None) == _ANSI:
             # Coloured text (the player's position) is put in brackets.
             observation = _COLOUR_ENDS.sub("]", _COLOUR.sub("[", self.game.render()))

@@ -29,7 +29,7 @@ from weft.launch.options import Device
 from weft.models.lora import samples_separate
 from weft.models.train_module import ScoreHead
 from weft.observe.tables import EngineRow
-from weft.recipes.frozen_models import closes_reference, preference_reference, teacher_beside
+from weft.recipes.frozen_models import closes_reference, frozen_teacher_config, preference_reference
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory, memory_by_stage
@@ -44,7 +44,7 @@ RowsOf = Callable[[Blueprint, MeshSizes, int | None], tuple[StepPlan, RowFacts]]
 
 
 @dataclass(frozen=True)
-class ModelBeside:
+class OtherModel:
     """A model in addition to the trained one. section: of its keys. config: of its engine; None if the trained model's
     weights are used, or if it needs no memory in a step. note: where and when it computes. reads: number of forwards of
     the step's documents; a fraction for a teacher of some of the documents. first_epoch: whether it computes nothing in
@@ -64,7 +64,7 @@ class ModelBeside:
     ahead: bool = False
 
 
-def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[ModelBeside]:
+def list_other_models(config: SftConfig | RlConfig, trained: EngineConfig) -> list[OtherModel]:
     """The models in addition to the trained one. trained: the trained model's engine config. Forwards of `weft rl` are
     not in an optimizer step, so they have no reads. Its models with separate devices are omitted."""
     if isinstance(config, RlConfig):
@@ -74,7 +74,7 @@ def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[M
         }  # fmt: skip
         separate, sharing = own_ranks(config), shared_with_trainers(config)
         return [
-            ModelBeside(
+            OtherModel(
                 name, device_role(name), engine.model.path, engine,
                 where_separate(config, name) if name in sharing else "", ranks=separate.get(name),
             )
@@ -97,16 +97,16 @@ def prefix_of_pairs(config: SftConfig, documents: Sequence[Document]) -> int:
     if answers_of_example(config) == 1:
         return 0
     pairs = list(zip(documents[::2], documents[1::2], strict=True))
-    return round(sum(_alike(chosen.tokens, rejected.tokens) for chosen, rejected in pairs) / max(1, len(pairs)))
+    return round(sum(_common_prefix(chosen.tokens, rejected.tokens) for chosen, rejected in pairs) / max(1, len(pairs)))
 
 
-def _alike(first: Tensor, second: Tensor) -> int:
+def _common_prefix(first: Tensor, second: Tensor) -> int:
     """The length of the common prefix."""
     shorter = min(len(first), len(second))
     return int((first[:shorter] == second[:shorter]).long().cumprod(0).sum())
 
 
-def _reference(config: DpoConfig, trained: EngineConfig) -> list[ModelBeside]:
+def _reference(config: DpoConfig, trained: EngineConfig) -> list[OtherModel]:
     preference, engine = config.preference, preference_reference(config, trained)
     if not preference.has_reference:
         return []
@@ -120,7 +120,7 @@ def _reference(config: DpoConfig, trained: EngineConfig) -> list[ModelBeside]:
         notes.append("computed in the first epoch (preference.cache=memory)")
     path = config.reference.path or config.model.path
     return [
-        ModelBeside(
+        OtherModel(
             "reference",
             "reference",
             path,
@@ -134,20 +134,20 @@ def _reference(config: DpoConfig, trained: EngineConfig) -> list[ModelBeside]:
     ]
 
 
-def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]:
+def _teachers(config: DistillConfig, trained: EngineConfig) -> list[OtherModel]:
     distill = config.distill
     if distill.teacher in (BASE, AVERAGE):
         of_student = {BASE: "the student without its adapters", AVERAGE: "the average of the student's weights"}
         note, path = of_student[distill.teacher], config.model.path
-        return [ModelBeside("teacher", "teacher", path, None, note, 1.0, has_head=True)]
+        return [OtherModel("teacher", "teacher", path, None, note, 1.0, has_head=True)]
     cached = distill.cache == "disk"
     named = list((distill.teachers or {"": str(distill.teacher)}).items())
     return [
-        ModelBeside(
+        OtherModel(
             f"teacher {name}".strip(),
             "teacher",
             path,
-            None if cached else teacher_beside(config, path, trained),
+            None if cached else frozen_teacher_config(config, path, trained),
             "opened for documents that are missing in distill.cache_dir" if cached else "",
             0.0 if cached else 1.0 / len(named),
             has_head=True,
@@ -161,14 +161,14 @@ def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]
 
 @dataclass(frozen=True)
 class Reading(Part):
-    """A forward without gradients before a step. first_epoch: as in ModelBeside. ahead: whether it computes the next
+    """A forward without gradients before a step. first_epoch: as in OtherModel. ahead: whether it computes the next
     step on separate ranks, so that it adds to a step only the time by which it takes longer."""
 
     first_epoch: bool = False
     ahead: bool = False
 
 
-class Beside:
+class OtherModels:
     """The models in addition to a trained one, as blueprints."""
 
     def __init__(
@@ -178,14 +178,13 @@ class Beside:
         ranks: int,
         device: Device,
         assumed: Accelerator | None,
-        known: dict[str, Blueprint] | None = None,
+        blueprints: dict[str, Blueprint] | None = None,
     ) -> None:
-        """ranks: of the run. known: blueprints of earlier Besides, to which this one adds its own; they do not depend
-        on meshes and budgets. Raises UserError, with the section, for a model that every mesh refuses, including its
-        own."""
+        """ranks: of the run. blueprints: a cache of blueprints, which do not depend on meshes and budgets. Raises
+        UserError, with the section, for a model that every mesh refuses, including its own."""
         self.config, self.trained, self.ranks = config, trained, ranks
-        known = {} if known is None else known
-        self.models = models_beside(config, replace(trained.config, mesh=config.mesh, step=config.step))
+        blueprints = {} if blueprints is None else blueprints
+        self.models = list_other_models(config, replace(trained.config, mesh=config.mesh, step=config.step))
         self._blueprints = list[tuple[Blueprint, MeshSizes] | None]()
         for model in self.models:
             if model.config is None:
@@ -194,7 +193,9 @@ class Beside:
             with named_section(model.section):
                 key = repr(replace(model.config, mesh=MeshConfig(), step=StepConfig()))
                 blueprint = (
-                    known[key] if key in known else known.setdefault(key, Blueprint(model.config, device, assumed))
+                    blueprints[key]
+                    if key in blueprints
+                    else blueprints.setdefault(key, Blueprint(model.config, device, assumed))
                 )
                 mesh = resolve_mesh(model.config.mesh, model.ranks or ranks, "--ranks")
                 blueprint.check(mesh)
@@ -230,12 +231,12 @@ class Beside:
             rows += [EngineRow(role, note=where_separate(self.config, role)) for role in sorted(separate_roles)]
         return rows
 
-    def _head_bytes(self, model: ModelBeside, blueprint: Blueprint | None, tp: int) -> int:
+    def _head_bytes(self, model: OtherModel, blueprint: Blueprint | None, tp: int) -> int:
         """Bytes of the rows of a teacher's head on a rank of the student (engine/teachers.py:teacher_head)."""
         source = blueprint or self.trained
         if blueprint is None and model.path != self.trained.config.model.path:  # hidden states come from a cache
             assert isinstance(self.config, DistillConfig)
-            config = teacher_beside(self.config, model.path, self.trained.config)
+            config = frozen_teacher_config(self.config, model.path, self.trained.config)
             source = Blueprint(config, "cpu", self.trained.assumed)
         head, student = source.module.head, self.trained.module.head
         assert not isinstance(head, ScoreHead) and not isinstance(student, ScoreHead)
@@ -299,7 +300,7 @@ def with_readings(time: StepTime, readings: Sequence[Reading]) -> StepTime:
     return replace(time, seconds=seconds, parts=(*readings, *time.parts), mfu=time.mfu * time.seconds / seconds)
 
 
-def _engine_row(model: ModelBeside, memory: Memory) -> EngineRow:
+def _engine_row(model: OtherModel, memory: Memory) -> EngineRow:
     """An engine's memory on the accelerator. With cpu_offload it is the memory that its units need while they run."""
     holdings = memory.share
     if memory.offloaded:
