@@ -106,7 +106,7 @@ _COUNTS = {
 
 
 def check_counts(config: Mapping[str, Any], path: str) -> None:
-    """Raise UserError if the config of the model at `path` has a count that is larger than that of any model."""
+    """Raise UserError if the config of the model at `path` has a count that is larger than in any existing model."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             check_counts(value, path)

@@ -32,7 +32,7 @@ FORMER_MODULES = {
 
 class _FormerModules:
     """Finder and loader that imports a module of FORMER_MODULES as the module that it became. The base classes of
-    importlib.abc are left out: importing them takes 7 ms of every start."""
+    importlib.abc are not used: importing them takes 7 ms of every start."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         loader: Any = self  # typing wants an importlib.abc.Loader
@@ -47,7 +47,7 @@ class _FormerModules:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module its own name and spec back, which Python has replaced: it has run under its present name."""
+        """Restore a module's name and spec, which Python has replaced: the module has run under its present name."""
         assert module.__spec__ is not None
         vars(module).update(module.__spec__.loader_state or {})
 

@@ -30,7 +30,8 @@ def import_extra(module: str, extra: str, need: str) -> Any:
 
 
 def search_working_directory() -> None:
-    """Search the working directory for modules, too, last: `python -m weft` does so, the command `weft` does not."""
+    """Also search the working directory for modules, after all other folders: `python -m weft` does so, the command
+    `weft` does not."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -52,9 +53,8 @@ def import_module(path: str, key: str, module_name: str | None = None) -> Any:
 
 
 def import_named(path: str, key: str) -> Any:
-    """The object at `package.module:Name` or `package.module.Name`, or under a name that an installed package gives
-    (weft/plugins.py); errors as of import_module, and UserError if the
-    module has no such object."""
+    """The object at `package.module:Name` or `package.module.Name`, or under a name that an installed package registers
+    (weft/plugins.py). Raises UserError like import_module, and if the module has no such object."""
     if key in GROUPS and (entry := plugin(path, key)) is not None:
         return load_plugin(entry, key)
     module_name, colon, name = path.partition(":")
@@ -104,7 +104,7 @@ def named_problem(path: str, key: str) -> str:
             return f"{key}: {path} names something in {'.'.join(parts[:number])}, which is no package{hint}."
         spec = PathFinder.find_spec(part, places)  # by its full name, Python would look for its imported parent
         if spec is None and (names is None or part in names):
-            return ""  # may be made by other means than a file
+            return ""  # the module may exist without a file
         if spec is None:
             return (
                 f"{key}: there is no module {'.'.join(parts[: number + 1])} for {path}. weft searches the installed "
@@ -125,7 +125,7 @@ def _names(origin: str | None) -> set[str] | None:
     try:
         tree = ast.parse(Path(origin).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return None  # no source, or importing it says what is wrong
+        return None  # no source, or an error that importing it will report
     names: set[str] = set()
     open_: list[ast.AST] = list(tree.body)
     while open_:

@@ -1,4 +1,4 @@
-"""The command line of a command: its parser is made from the command's class in weft/launch/options.py."""
+"""The command line of each command. Its parser is made from the command's class in weft/launch/options.py."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _WORDS = (
     ("logs plot dashboard tensorboard wandb", "`weft report RUN` draws curves; 'track.report_to=[wandb]' sends them"),
     ("bench", "docs/benchmarks has the command of each measurement"),
 )
-# What users of other tools try as a command -> what to do here.
+# Commands that users of other tools may try -> advice.
 OTHER_COMMANDS = {word: answer for words, answer in _WORDS for word in words.split()}
 
 

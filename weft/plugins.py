@@ -59,5 +59,5 @@ def load_plugin(entry: EntryPoint, key: str) -> Any:
 
 
 def package_of(entry: EntryPoint) -> str:
-    """Name and version of the package that gives an entry point."""
+    """Name and version of the package that registers an entry point."""
     return "an unnamed package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"

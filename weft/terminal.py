@@ -58,7 +58,7 @@ def say(*texts: object, error: bool = False, end: str = "\n", as_is: bool = Fals
     try:
         print("\n".join(clean(str(text), as_is=as_is) for text in texts), file=stream, end=end, flush=True)
     except BrokenPipeError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python would try to write the rest at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python would write the rest at exit
         raise UserError("the program that reads this output has ended: write the output to a file instead.") from error
 
 

@@ -1,9 +1,9 @@
-"""Bugs of torch that change numbers, memory or whether a run ends, and what weft does until they are gone.
+"""Bugs of torch that change numbers or memory or hang a run, and weft's workarounds.
 
-`present` looks for a bug in the installed torch, by what its fix adds; None where only a device can show it, which a
-run tries at start (engine/selfcheck/device.py). A test fails when a bug is gone from the installed version, or cannot
-be looked for and nobody knows of that version: then read the thread, and either widen `known` or remove the entry and
-what weft does about it.
+`present` tests whether the installed torch has a bug, by the code that its fix adds. It is None if only a device can
+show the bug; a run then tests for it at the start (engine/selfcheck/device.py). A test fails if a bug is fixed in the
+installed version, or if `present` is None and `known` does not include this version. Then read the bug's thread, and
+either widen `known`, or remove the entry and the workaround.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import cache
 
 @dataclass(frozen=True)
 class UpstreamBug:
-    """A bug of torch. effect: what a user would see. weft: what weft does about it, with the file. known:
-    (oldest, newest) version of torch whose source has the bug, or for which its thread is open."""
+    """A bug of torch. effect: on a run. weft: the workaround, with its file. known: (oldest, newest) version of torch
+    whose source has the bug, or for which its thread is open."""
 
     name: str
     url: str
@@ -36,7 +36,7 @@ def hsdp_offload_races() -> bool:
     return not _communication_keeps("grad_offload_state")
 
 
-@cache  # inspect parses torch's whole file, and a search asks for every candidate
+@cache  # inspect parses torch's whole file, and a search calls this for every candidate
 def _all_reduce_buffers_stay() -> bool:
     return not _communication_keeps("all_reduce_state")
 

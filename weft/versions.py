@@ -79,8 +79,8 @@ def set_allocator(settings: str) -> None:
 
 @cache
 def varlen_attention() -> Callable[..., Any]:
-    """torch's varlen_attn for grouped-query attention, which 2.12 and later have to be told; 2.11 has no such
-    argument."""
+    """torch's varlen_attn for grouped-query attention: 2.12 and later need an argument for it, which 2.11 does not
+    have."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:

@@ -143,7 +143,7 @@ def _removing(folder: Path) -> Path:
 
 
 def sweep(checkpoints: Path) -> None:
-    """Remove what a killed process left behind, and point `latest` at the newest complete checkpoint."""
+    """Remove incomplete folders of killed processes, and point `latest` at the newest complete checkpoint."""
     for entry in checkpoints.iterdir() if checkpoints.is_dir() else []:
         inside = [*entry.iterdir(), *entry.glob("*/*")] if _COMPLETE.fullmatch(entry.name) else []
         for leftover in [entry, *inside]:

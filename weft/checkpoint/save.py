@@ -329,7 +329,7 @@ class Saver:
     # ------------------------------------------------------------ the copy
 
     def _copy(self, step: int, progress: Mapping[str, Any], best: bool) -> SaveJob:
-        """Copy what this rank writes into host memory."""
+        """Copy the tensors that this rank writes to host memory."""
         copies = [contents.copy() for contents in self._contents]
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
@@ -398,7 +398,7 @@ class Saver:
         return results
 
     def _release(self, job: SaveJob) -> None:
-        """Free the copies after they are written or given up."""
+        """Free the copies after they are written or abandoned."""
         for contents, copies in zip(self._contents, job.copies, strict=True):
             contents.release(copies)
 

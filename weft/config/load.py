@@ -51,9 +51,9 @@ def load_config(
     """The config of `files` (merged left to right) and `overrides` (`a.b=c`, later wins).
 
     weights: whether model.path must already contain weights. of_run: whether a run wrote the files. base: section ->
-    key -> value, which the files override. A key in files of a run or in base that has no effect beside the overrides
-    is dropped, not refused. Raises UserError with one line per problem if a key is unknown, has a value of another
-    type, cannot be combined with other keys, or names a local file that does not exist.
+    key -> value, which the files override. If overrides make a key in files of a run or in base ineffective, the key is
+    dropped, not refused. Raises UserError with one line per problem if a key is unknown, has a value of another type,
+    cannot be combined with other keys, or names a local file that does not exist.
     """
     tree = _merged([node_of(base or {}, _BASE), *map(read_config_file, files), _parse_overrides(overrides)], schema)
     return _finish(tree, schema, weights, (*(files if of_run else ()), _BASE))

@@ -65,8 +65,8 @@ def messages(unknown: Sequence[Unknown]) -> list[str]:
 
 def foreign_config(unknown: Sequence[Unknown], settings: Mapping[str, Any], schema: type) -> tuple[list[str], str, str]:
     """(The lines about unknown keys, the text before them, the text after them). If the keys are another trainer's,
-    weft may not support this kind of config, or only in another command; then the lines contain only this. settings:
-    all names in the config with their values."""
+    weft may not support this kind of config, or only in another command; the lines then contain only this information.
+    settings: all names in the config with their values."""
     trainer = likely_trainer(key.name for key in unknown if key.foreign)
     if trainer is None:
         return messages(unknown), "", ""

@@ -66,7 +66,7 @@ class RenderError(Exception):
 
 
 class AmbiguousAnswerError(Exception):
-    """The trained part of a rendering is ambiguous; the error message says why."""
+    """The trained part of a rendering is ambiguous; the error message gives the reason."""
 
     def __init__(self, reason: str, rendering: Rendering) -> None:
         super().__init__(reason)
@@ -102,7 +102,7 @@ class ChatTemplate:
         self._read_as: dict[tuple[str, bool], bool] = {}
         self._thoughts: dict[str, bool] = {}
         self._older_calls = self.names("function_call") and not self.names("tool_calls")
-        # A further key of thoughts, for templates that read neither of the two keys that messages have.
+        # A third key for thoughts, for templates that read neither of the two keys in messages.
         self.reads_thoughts = self.names("reasoning_content") or self.names("thinking")
         self._thought = ""
         if not self.reads_thoughts:

@@ -1,6 +1,6 @@
 """Columns of rows: data.columns maps weft's names to the user's columns. Data for other trainers have further columns
-next to the messages. weft reads such a column if one of its own has the same meaning. It reads or refuses columns that
-change the trained tokens, and ignores all others, because most data sets have some."""
+next to the messages. weft reads such a column if weft has a column with the same meaning. It reads or refuses columns
+that change the trained tokens, and ignores all others, because most data sets have some."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from weft.config.schema import (
 )
 from weft.engine.score_head import ScoreSpec
 
-# What lora.plus_ratio makes faster: B, and magnitudes (LoRA+, Hayou et al. 2024, arXiv:2402.12354).
+# Their learning rate is multiplied by lora.plus_ratio: B, magnitudes (LoRA+, Hayou et al. 2024, arXiv:2402.12354).
 _FASTER = ("*.lora*.[Bm]*",)
 
 

@@ -502,7 +502,7 @@ class Engine:
             self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Call this after anything but apply() has written to the parameters, so that forwards read them anew."""
+        """Call this if anything except apply() has written to the parameters, so that forwards use the new values."""
         if self.device_copies is not None:
             self.device_copies.invalidate()
 
@@ -551,7 +551,7 @@ class Engine:
         return StepResult(norm, bool(reason), reason, loss_scale, overflow, metrics)
 
     def _update(self, norm: float) -> None:
-        """Step all parameters. Gradients are already clipped, unless the optimizer is on the host alone. There the
+        """Step all parameters. Gradients are already clipped, unless only the optimizer is on the host. There the
         factor is applied when gradients are read, and each new value is copied to the device while the next parameter
         is stepped."""
         assert self.optimizer is not None
@@ -595,8 +595,8 @@ class Engine:
     def sleep(self, *parts: Part) -> int:
         """Move these parts, by default all, to the host until wake(), to free device memory; returns the bytes freed.
 
-        parameters; optimizer: its state and the average of the weights; gradients: those accumulated. Parts that
-        already sleep or are always on the host (fsdp.cpu_offload) are not moved, nor are parameters in `lent_storages`.
+        parameters; optimizer: its state and the average of the weights; gradients: those accumulated. It does not move
+        parts that already sleep or are always on the host (fsdp.cpu_offload), and parameters in `lent_storages`.
         """
         flight.enter("sleep")
         for unit in fsdp_modules(self.module):

@@ -2,7 +2,7 @@
 
 After each optimizer step the bias of an expert that was chosen less often than the mean rises by
 model.router_bias_rate; that of an expert chosen more often falls by it (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-Routers choose by score + bias, and weight by score alone. L layers with experts, E experts of a layer.
+Routers choose by score + bias, and weight only by score. L layers with experts, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ExpertLoad:
     @contextmanager
     def counting(self, tokens: int | Tensor, multiplicity_T: Tensor | None = None) -> Iterator[None]:
         """Inside, count the choices of the first `tokens` tokens of a forward with gradients, or of the tokens with
-        these indices; the rest is padding. multiplicity_T: the number of documents that hold each token, if any is
+        these indices; other tokens are padding. multiplicity_T: the number of documents that hold each token, if any is
         shared: its choices count that many times. Layers that backward recomputes are not counted again."""
         self._tokens = tokens if torch.is_grad_enabled() else None
         self._multiplicity_T = multiplicity_T

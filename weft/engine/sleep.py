@@ -90,7 +90,7 @@ class Offloader:
 
 @dataclass(frozen=True)
 class OffloadedTensors:
-    """Storages whose memory and contents were freed; restore() allocates them again, to be filled anew."""
+    """Storages whose memory and contents were freed; restore() allocates them again, without contents."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]

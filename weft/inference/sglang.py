@@ -1,5 +1,5 @@
 """SGLang as a rollout engine, through its documented HTTP interface (docs.sglang.io, "Sampling Parameters" and "SGLang
-for RL Systems"). Not tested with a real SGLang: the tests use a server that responds as the documentation says.
+for RL Systems"). Not tested with a real SGLang: the tests use a server that responds as the documentation describes.
 
 SGLang reports one weight version per completion, not per token. So an update ends running requests, and a new request
 continues each after the tokens that it has.

@@ -23,7 +23,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. index: its position in the data. visit: how often it was taken before (0: the first time). text: the
+    """A prompt. index: its position in the data. visit: how often it was drawn before (0: the first time). text: the
     prompt as users read it. messages: the conversation, if the prompt is one. columns: the row's other columns, which
     rewards get by name. source: file and line, for messages. images: its images, in the order of the image parts of
     its messages. placeholders: a vision model's tokens for images and videos, which no answer may contain."""

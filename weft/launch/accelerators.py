@@ -42,9 +42,9 @@ class Card:
     rates: Rates | None = None
 
 
-# The first row with a matching pattern counts. The shares are 0.7 and 0.5 by default. Hopper's are from 700 TFLOP/s for
-# 8192^3 matmuls and 350 for flash attention 2, which uses none of its newer instructions; A100's from 250 and 190;
-# MI300X's from 650 for matmuls.
+# The first row with a matching pattern counts. The shares are 0.7 and 0.5 by default. Hopper's fractions are from 700
+# TFLOP/s for 8192^3 matmuls and 350 for flash attention 2, which uses none of Hopper's newer instructions; A100's are
+# from 250 and 190; MI300X's are from 650 for matmuls.
 CARDS = (
     Card(r"\bGB300\b", 2500, (10, 3), f"{NVIDIA}/gb300-nvl72", "gb300-288gb",
          Rates(277.0, 8000, 900, 100, 450, 0.7, 0.15)),

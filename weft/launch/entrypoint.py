@@ -45,8 +45,8 @@ def joined() -> bool:
 def program(main: Callable[[], int]) -> NoReturn:
     """Run `main` and exit with the status that it returns.
 
-    A rank that ended well and left its process group exits after Python's cleanup and before native destructors,
-    because destructors of some libraries race with threads of others, and have crashed ranks whose work was done.
+    A rank that has finished and left its process group exits after Python's cleanup and before native destructors,
+    because destructors of some libraries race with threads of others, and have crashed finished ranks.
     """
     ended: list[int] = []
 

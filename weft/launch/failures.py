@@ -194,7 +194,7 @@ def save_evidence(rank_reports: Sequence[RankReport], exits: Mapping[int, int], 
 def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int | None:
     """The rank that ended without a report, because it was killed or called os._exit; None if there is none.
 
-    A rank that other ranks reported as gone comes first. Ranks that the agent ended count only if nothing else is
+    A rank whose end other ranks reported comes first. Ranks that the agent ended count only if nothing else is
     known: the agent sends SIGTERM to all remaining ranks, and SIGKILL to ranks that still run after STOP_SECONDS.
     """
     reported = {report.rank for report in errors}

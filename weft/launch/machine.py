@@ -153,12 +153,12 @@ class HeapGaps:
 
     def before_layer(self) -> None:
         """Return gaps if the process has a new peak, and gaps have grown by more than a sixteenth of the bytes in use.
-        What each layer allocates and frees is kept for the next."""
+        The allocator keeps the memory that one layer frees for the next layer."""
         if self._libc is None:
             return
         # Not getrusage's ru_maxrss, which begins with the peak of the process that started this one.
         peak = int(Path("/proc/self/status").read_bytes().partition(b"VmHWM:")[2].split(None, 1)[0]) << 10
-        if self._unused is not None and peak - self._peak < _GAPS:  # what follows takes up to milliseconds
+        if self._unused is not None and peak - self._peak < _GAPS:  # the following calls take up to milliseconds
             return
         self._peak = peak
         used, unused = self._used_and_unused()
@@ -168,7 +168,8 @@ class HeapGaps:
             self._return()
 
     def before_backward(self) -> None:
-        """Return what forwards of layers have freed, if it is much: backward allocates other sizes."""
+        """Return memory that forwards of layers have freed to the system, if it is much: backward allocates other
+        sizes."""
         if self._unused is not None and self._unused - self._start > _GAPS:
             self._return()
 

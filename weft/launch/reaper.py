@@ -65,7 +65,7 @@ class Reaper:
         self._tell(f"{_BASE} {base}")
 
     def end(self) -> None:
-        """Let the reaper kill the remaining processes and end. If that takes too long, the reaper is killed."""
+        """Let the reaper kill the remaining processes and end. If the reaper takes too long, it is killed."""
         if self._process is None:
             return
         self._tell(_END)

@@ -1,6 +1,6 @@
 """The report of each rank to the process that started it: one JSON file per rank.
 
-Exit statuses alone do not show which rank failed first, or why.
+Exit statuses do not show which rank failed first, or why.
 """
 
 from __future__ import annotations

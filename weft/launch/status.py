@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 from weft.errors import ActorError, RanksDisagreeError, StorageError, UserError
 
-# peer: another rank ended; hang: another rank did not come, or this rank made no progress.
+# peer: another rank ended; hang: another rank did not join a collective, or this rank made no progress.
 Kind = Literal["failed", "user", "killed", "peer", "hang", "memory", "storage", "nonfinite", "disagree"]
 
 SUCCESS, FAILURE, USER_ERROR = 0, 1, 2

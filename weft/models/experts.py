@@ -86,8 +86,8 @@ def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_
     """The weighted sum of the outputs of each token's chosen experts, [T, H].
 
     Rows are sorted by expert, so that each projection, and each adapter matrix (`lora_NAME`), is one grouped matmul.
-    Weights multiply its last input in place of its output: the input is narrower in most families, and neither output
-    nor exchange have to be computed again for the gradient of the weights.
+    Router weights multiply the input of the last projection, not its output. The input is narrower in most families,
+    and the gradient of the weights then does not need the output or the exchange again.
     """
     axis: ExpertPlacement | None = getattr(experts, "weft_axis", None)
     sort = partial(sort_by_expert, chosen_TK, experts.num_experts)
@@ -155,7 +155,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | No
 
 
 class _ZeroWithoutRows(torch.autograd.Function):
-    """Weights as they are; backward, 0 for experts without rows, whatever the gradient holds there."""
+    """Identity in forward. In backward the gradient of experts without rows becomes 0, because some kernels leave it
+    uninitialised."""
 
     @staticmethod
     def forward(ctx: Any, weight_EXY: Tensor, ends_E: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ def logit_transform(config: PretrainedConfig, model_class: type[PreTrainedModel]
     """The soft-cap or factor that the family applies to head(hidden), from its config's keys. The start-up check
     verifies it. config: of the whole model. model_class: None for the class that the config names.
 
-    A class around a text model has a forward of its own, which may leave out the text model's factor
-    (Cohere2VisionForConditionalGeneration of transformers 5.19): its code must name the key.
+    A class around a text model has another forward, which may omit the text model's factor
+    (Cohere2VisionForConditionalGeneration of transformers 5.19): the forward's code must name the key.
     """
     text = config.get_text_config()
     names: tuple[str, ...] | None = None

@@ -42,8 +42,9 @@ _MIXERS = (
 _OF_TOKENS = frozenset(
     ("causal_conv1d_update", "selective_state_update", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
 )
-# For training, from the first projection's output to the last's: they take weights instead of calling norm and
-# projection, and so leave out adapters, and the norm of mamba2 is another one than transformers'.
+# Kernels for training that compute everything from the first projection's output to the last projection's. They read
+# weights instead of calling norm and projection, so they would skip adapters; and mamba2's norm differs from
+# transformers'.
 FUSED = frozenset(("mamba_split_conv1d_scan_combined", "mamba_inner_fn"))
 # RMS of the difference of a document by kernels and by torch, relative to the row's.
 TOLERANCES = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
@@ -138,8 +139,8 @@ def choices_of(mixer: type[nn.Module]) -> dict[str, Mapping[str, Any]]:
 
 
 def _inner(function: Any) -> Any:
-    """The function that transformers has decorated, without what weft, or the package `kernels`, has put around it: the
-    latter makes a module of it, whose forward calls `func`."""
+    """The function under transformers' decorator, without the wrappers of weft or of the package `kernels` (which makes
+    a module whose forward calls `func`)."""
     function = getattr(function, "weft_chosen", function)
     if not isinstance(function, nn.Module):
         return function

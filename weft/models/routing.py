@@ -95,7 +95,7 @@ class _TopK(TorchFunctionMode):
 
 
 def replaced(scores: Tensor, out: Any, indices: Tensor) -> Any:
-    """The result of topk as if it had chosen `indices` [M, k]."""
+    """The result that topk would return for the chosen `indices` [M, k]."""
     return type(out)((scores.gather(-1, indices), indices))
 
 

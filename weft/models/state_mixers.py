@@ -2,7 +2,7 @@
 kernels that accept sequence boundaries (models/mixer_kernels.py).
 
 The decoder layer receives the row's bounds as an argument and passes them to its mixers for one call, so a layer that
-is recomputed in backward has the bounds of its row. The rest of the layer sees the packed row.
+is recomputed in backward has the bounds of its row. The other modules of the layer process the packed row.
 """
 
 from __future__ import annotations

@@ -244,13 +244,13 @@ class TrainModule(nn.Module):
         self.takes_positions = hf.accepts(self.base, "position_ids")
         self.bounds_argument = family_of(self.facts.model_type).bounds_argument
         self.mixers: dict[str, PerDocumentMixer] = run_per_document(self.layers)
-        # Shapes of the weights that lora.base stores in fewer bits, of all pipeline stages, the names of those whose
-        # bytes are the files', and what stands for this rank's.
+        # Of the weights that lora.base stores in fewer bits: shapes, over all pipeline stages; the names of weights
+        # with the bytes of the files; and the stored form of this rank's weights.
         self.quantised_shapes: dict[str, tuple[int, ...]] = {}
         self.quantised_form: Format | None = None
         self.kept_as_stored: frozenset[str] = frozenset()
         self.quantised: dict[str, Any] = {}
-        self.offload: ActivationOffload | None = None  # of what recomputation keeps
+        self.offload: ActivationOffload | None = None  # of the tensors that recomputation keeps
         self.stage_ios: list[StageIO] = []  # of this rank's pipeline stages; empty for a whole model
 
     hf_model: PreTrainedModel

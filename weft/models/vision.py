@@ -310,7 +310,7 @@ def _in_place_of(base: nn.Module, **methods: Callable[..., Any]) -> Iterator[Non
 
 def _changed(out: Any, change: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Any:
     """A tower's output with `change` applied to its features. A field with features is a list of one tensor per image,
-    or a list of such lists, one per layer. Other fields are left out, because nobody reads them."""
+    or a list of such lists, one per layer. Other fields are omitted, because no code reads them."""
 
     def change_field(value: Any) -> Any:
         return (

@@ -1,4 +1,4 @@
-"""`weft watch`: shows a running run in the terminal, from its files alone. Imports no torch."""
+"""`weft watch`: shows a run live in the terminal, from its files. Imports no torch."""
 
 from __future__ import annotations
 

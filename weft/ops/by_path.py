@@ -31,8 +31,8 @@ _SHORTEST_FORK = 2  # batches are padded to at least two tokens, and padding wou
 
 @dataclass(frozen=True)
 class PathRun:
-    """Consecutive segments of a path that run as one sequence. parent: index of the run whose final state is this run's
-    first state; -1 for none."""
+    """Consecutive segments of a path that are processed as one sequence (a run). parent: index of the run whose final
+    state is this run's first state; -1 for none."""
 
     segments: tuple[int, ...]
     parent: int = -1

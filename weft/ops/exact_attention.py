@@ -1,5 +1,5 @@
-"""Attention in which the result of a token bitwise depends on its document only. Neither neighbours change it, nor
-whether earlier keys come from the same forward or from a cache.
+"""Attention in which the result of a token bitwise depends on its document only. It does not depend on neighbours, or
+on whether earlier keys come from the same forward or from a cache.
 
 B sequences with T query tokens and S keys each; key s belongs to token s. H query heads, K key heads, G = H / K, D head
 width, E value width, N = B K, M >= G T rows. s keys of a block.

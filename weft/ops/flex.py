@@ -3,7 +3,7 @@
 B batch, H query heads, T tokens of a row, E value width, N blocks of 128 queries, M blocks of 128 keys.
 
 Token q sees the keys first_T[q] .. last_T[q]. The first key is the start of its document or of its window, whichever is
-later. The last key is the token itself, or the end of its image. Neither bound ever decreases along the row, so a block
+later. The last key is the token itself, or the end of its image. Both bounds never decrease along the row, so a block
 of queries sees one range of key blocks. The bounds of the block's first and last query define this range.
 """
 

@@ -1,4 +1,5 @@
-"""Offloads activations: what recomputation keeps of a layer is on the host between the layer's forward and backward.
+"""Offloads activations: the tensors that recomputation keeps of a layer are on the host between the layer's forward and
+backward.
 
 Copies run on a separate stream. A layer's tensors are copied to the host while the next layers compute. They are copied
 back one layer before backward needs them.

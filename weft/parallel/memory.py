@@ -115,7 +115,7 @@ class HostNeeds:
         needs: MemoryNeeds, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]
     ) -> HostNeeds:
         """adapters: whether only trained parameters are saved. state: whether trainer state is also saved. replicas:
-        number of ranks with equal tensors, which share the writing. parts: what moves to the host in sleep
+        number of ranks with equal tensors, which share the writing. parts: the parts that move to the host in sleep
         ("parameters", "optimizer")."""
         masters = needs.gradients if adapters else needs.weights  # trained parameters are as large as the gradients
         moments = needs.optimizer + needs.average
@@ -248,8 +248,8 @@ def gathered_elements(units: Iterable[tuple[int, bool]], reshard: bool | int) ->
     """Number of elements that are gathered at the same time: all units that stay gathered, and the two largest other
     units, because FSDP gathers the next unit while one runs.
 
-    units: (elements, whether it stays gathered) of each unit and of the root. reshard: fsdp.reshard_after_forward. A
-    number n keeps 1/n of the other units.
+    units: (elements, whether it stays gathered) of each unit and of the root. reshard: fsdp.reshard_after_forward. With
+    a number n, 1/n of the other units stay gathered.
     """
     units = list(units)
     staying = sum(count for count, keep in units if keep)

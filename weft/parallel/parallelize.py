@@ -93,9 +93,9 @@ def parallelize(
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
     """Shard the model in place. Returns its FSDP units, how tp and ep shard it, and the stages of pp (None for one).
 
-    sequence: with tp, also shard tokens between blocks. stages: None for one stage. activations: what layers store for
-    backward. fused_norms: use torch's fused RMSNorm. base: storage format of the frozen weights under adapters; None
-    for the compute dtype. Raises UserError if a parameter cannot be sharded over these axes.
+    sequence: with tp, also shard tokens between blocks. stages: None for one stage. activations: the tensors that
+    layers store for backward. fused_norms: use torch's fused RMSNorm. base: storage format of the frozen weights under
+    adapters; None for the compute dtype. Raises UserError if a parameter cannot be sharded over these axes.
     """
     # 0. tp and ep shard parameters, before any other step reads their shapes.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)

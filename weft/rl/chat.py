@@ -55,7 +55,7 @@ class ChatRenderer:
         """The conversation in the template's format, and its rendering up to the start of the answer. UserError for an
         invalid row.
 
-        row: the row's columns, of which `tools` and `chat_template_kwargs` are read. images: those of the messages.
+        row: the row's columns; only `tools` and `chat_template_kwargs` are read. images: the images of the messages.
         """
         value = {"messages": messages, **template_inputs(source, row)}
         chat, answers, kwargs = self._encoder.question(Record(source, "messages", value, tuple(images)))

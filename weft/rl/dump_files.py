@@ -121,7 +121,7 @@ def _read_lines(path: Path) -> Columns:
 
 
 class _PickledObject(dict[Any, Any]):
-    """In place of an object whose class the file names: its arguments and its state, and its items as a dictionary."""
+    """Replaces an object whose class the file names: has its arguments and its state, and its items as a dictionary."""
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> _PickledObject:
         record = super().__new__(cls)
@@ -217,13 +217,13 @@ def _read_objects(path: Path) -> Any:
     data = path.read_bytes()
     try:
         return _load_torch(data) if data[:4] == b"PK\x03\x04" else _load_pickle(io.BytesIO(data))
-    except Exception as error:  # the exception for a damaged file depends on what is damaged
+    except Exception as error:  # the type of exception depends on the damage
         raise UserError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _of_objects(content: Any, path: Path) -> Columns:
-    """The columns of the batch in the content of a file, with the scalars beside it. Raises UserError if there is none,
-    or if ranks of context parallelism share its sequences."""
+    """The columns of the batch in the content of a file, and the scalars next to the batch. Raises UserError if there
+    is none, or if ranks of context parallelism share its sequences."""
     mappings = list(_mappings(content))
     batches = [mapping for mapping in mappings if any(_is_given(mapping.get(name)) for name in TOKENS)]
     if not batches:

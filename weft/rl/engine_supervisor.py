@@ -74,7 +74,7 @@ class ReadingPool(SupervisedPool, Protocol):
 
 
 class EngineSupervisor:
-    """Starts the engines of a pool, fills them with weights, and replaces those that fail.
+    """Starts the engines of a pool, fills them with weights, and replaces failed engines.
 
     ready: the engines that have weights. failure: the error that ends the run, once there is one.
     """

@@ -59,8 +59,8 @@ def watching_controller(timeout: float, folder: Path, command: str) -> Iterator[
     """Inside, if a function blocks the controller's event loop for `timeout` seconds, the process ends and prints its
     stack.
 
-    The actors' watchdog acts only while the controller waits for actors; this one is for what runs in the controller,
-    where rl.advantage and on_step are the user's. command: the command that resumes.
+    The actors' watchdog acts only while the controller waits for actors. This watchdog is for functions that run in the
+    controller, such as the user's rl.advantage and on_step. command: the command that resumes.
     """
     loop, main = asyncio.get_running_loop(), threading.get_ident()
     answered, then_frozen = time.monotonic(), 0.0

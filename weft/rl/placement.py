@@ -129,7 +129,7 @@ def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlCon
 
 
 def shared_ranks(config: RlConfig, number: int) -> list[int]:
-    """The trainer ranks whose devices the engine with this number has, where it shares them (cluster.placement)."""
+    """The trainer ranks whose devices the engine with this number shares (cluster.placement)."""
     tp = config.rollout.tp if config.rollout.engine in SERVERS else 1
     numbers = range(number * tp, (number + 1) * tp)
     if not config.cluster.devices:

@@ -55,9 +55,9 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """Requirements on prompts. longest: limit in tokens. drop, drop_bad: whether to leave out longer prompts, and
-    invalid rows, instead of raising. chat: whether a text is a user turn. instruction: appended to each prompt. tools:
-    JSON schemas for rows without their own. vocab_size: token ids must be below it."""
+    """Requirements on prompts. longest: limit in tokens. drop, drop_bad: whether to omit longer prompts, and invalid
+    rows, instead of raising. chat: whether a text is a user turn. instruction: appended to each prompt. tools: JSON
+    schemas for rows without their own. vocab_size: token ids must be below it."""
 
     longest: int
     drop: bool = False
@@ -89,8 +89,8 @@ def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a run. shares: one per source; they determine the order. dropped: number of prompts left out as
-    too long. bad: (source, error) of each invalid row that was left out. template: whether there is a chat template."""
+    """The prompts of a run. shares: one per source; they determine the order. dropped: number of prompts omitted as too
+    long. bad: (source, error) of each omitted invalid row. template: whether there is a chat template."""
 
     def __init__(
         self,
@@ -403,8 +403,8 @@ def _prompt_column(location: str, row: Mapping[str, Any], columns: Mapping[str, 
 
 
 def _columns_to_set(row: Mapping[str, Any], chat: bool) -> str:
-    """What to set for a row of another library; "" if none of its columns is known. chat: whether a chat template may
-    be used that a text would not go through."""
+    """Advice on the keys to set for a row of another library; "" if weft knows none of its columns. chat: whether there
+    is a chat template that weft does not apply to texts."""
     if row.get("instruction") and row.get("input"):
         return " Write `instruction` and `input` into one column, `prompt`: both are the question."
     weft_name, name = next(

@@ -226,8 +226,8 @@ def note_rl_start(run: RlRun) -> None:
 
 
 def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> None:
-    """Print what the run will do, and write all of it to RUN/opening.txt. model: the trainers' description of the
-    model. notes: further lines."""
+    """Print the first lines of the run, and write all of them to RUN/opening.txt. model: the trainers' description of
+    the model. notes: further lines."""
     config, plan = run.config, run.plan
     rl, rollout = config.rl, config.rollout
     like = "" if rl.preset is None else f" like {rl.preset}"

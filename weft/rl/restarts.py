@@ -24,8 +24,8 @@ class RestartBudget:
         self.engines: int | None = None  # number of present engines, if they join and leave
 
     def spend(self, name: str, number: int | None, error: ActorError) -> None:
-        """Count a restart after this error, of the process `number` of those called `name`, or, with None, of all of
-        them. ActorError, which names the error, if the budget is used up."""
+        """Count a restart after this error: of process `number` in the group `name`, or of the whole group if number is
+        None. ActorError, which names the error, if the budget is used up."""
         now, earlier = time.monotonic(), self._restarts.setdefault((name, number), deque())
         while earlier and now - earlier[0] > self.window:
             earlier.popleft()

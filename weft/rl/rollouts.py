@@ -23,7 +23,7 @@ from weft.rl.environments.episodes import EnvironmentFailure, EnvironmentSession
 from weft.rl.prompts import PromptStream
 from weft.rl.trajectory import TrajectoryBuilder
 
-Prompted = TypeVar("Prompted")  # a prompt, with what else its samples need
+Prompted = TypeVar("Prompted")  # a prompt, and further data that its samples need
 
 
 async def rollout_group(
@@ -215,9 +215,9 @@ async def groups_to_train(
     """The groups of a rollout step, and the number of groups that were omitted (rl.dynamic_sampling).
 
     A group whose rewards are all equal is replaced by a group of the stream's next prompt, in at most `rounds` rounds.
-    If groups are still missing then, the first replaced groups are used after all. roll: generates and scores groups,
-    in prompt order, given prompts and the number of groups that are needed; each round starts `oversample` more than
-    that. Without these the choice depends only on rewards, not on timing, so runs are reproducible.
+    If groups are still missing after the last round, the first replaced groups are used. roll: generates and scores
+    groups, in prompt order, given prompts and the number of groups that are needed; each round starts `oversample` more
+    than that. Without these the choice depends only on rewards, not on timing, so runs are reproducible.
     """
     chosen: list[SampleGroup] = []
     aside: list[SampleGroup] = []

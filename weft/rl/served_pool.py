@@ -111,8 +111,8 @@ class ServedPool:
             self._running.discard(call)
 
     async def _engine_with_room(self, aborts: int) -> int:
-        """The engine with the least work of those that have weights; waits until there is one. aborts: how many calls
-        of abort() there were when the request came; CancelledError after another one."""
+        """The engine with weights that has the least work; waits until there is such an engine. aborts: number of calls
+        of abort() before the request; CancelledError after a further call."""
         while True:
             if self._supervisor.failure is not None:
                 raise self._supervisor.failure
@@ -164,7 +164,7 @@ class ServedPool:
         self._deal()
 
     async def abort(self) -> None:
-        """End running requests with the tokens they have, and cancel waiting ones, also those that would be redone."""
+        """End running requests with their tokens so far, and cancel waiting requests, including repeated ones."""
         self._aborts += 1
         self._deal()
         await self._supervisor.call_ready("ask", "abort")

@@ -46,7 +46,7 @@ _HALVES = {
 # Masks of tokens, or of samples, that are 0 where response_mask covers tokens that are not trained.
 _FURTHER_MASKS = ("tool_mask", "sample_loss_mask", "sample_mask")
 _LENGTHS = ("total_lengths", "input_lengths", "sequence_lengths")  # tokens of each sequence, without padding
-# Names of files that trainers write beside their batches -> the files with batches.
+# Names of files that trainers write in addition to their batches -> the files with batches.
 _OTHER_FILES = {
     ("input", "output", "score"): "it is text, as verl writes to trainer.rollout_data_dir, without token ids, logprobs "
     "and advantages. Write the DataProto of an update, as in data.save_to_disk('step.pkl')",
@@ -124,7 +124,7 @@ def shifted(values: NDArray[Any], tokens: int) -> NDArray[Any]:
 
 
 def _renamed(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Field of NAMES -> its values: one for each sequence, or a scalar. Other names are left out."""
+    """Field of NAMES -> its values: one for each sequence, or a scalar. Other names are omitted."""
     fields: dict[str, Any] = {}
     for field, aliases in NAMES.items():
         present = [alias for alias in aliases if alias in raw and raw[alias] is not None]
@@ -193,8 +193,8 @@ def _refuse_other_files(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _rows(values: Any, raw: Mapping[str, Any]) -> list[Any]:
-    """A value for each sequence. Sequences joined in one array are split by the lengths beside it; a row that is a
-    matrix of one row is that row."""
+    """A value for each sequence. Sequences joined in one array are split by the array of lengths; a row that is a
+    matrix with one row becomes that row."""
     if getattr(values, "ndim", 0) == 1:
         answers = raw.get("response_lengths")
         for lengths in (None if answers is None else _flat(answers), _lengths(raw)):

@@ -45,12 +45,12 @@ class ByteWriter(Protocol):
 
 
 def supervise(max_processes: int) -> None:
-    """Fork, and return in the child. This process waits until the child has ended or the controller asks for that
-    (SIGTERM, or the end of standard input), kills all that the child has started, and exits with the child's status,
-    which is 128 + the number for a signal. max_processes: processes that the child may start.
+    """Fork, and return in the child. This process waits until the child has ended, or until the controller requests its
+    end (SIGTERM, or the end of standard input). It then kills all processes that the child has started, and exits with
+    the child's status (128 + the number for a signal). max_processes: processes that the child may start.
 
-    The child may not notice the controller's end itself: a function that hangs reads no input, and may hold the
-    interpreter's lock for ever.
+    The child itself may not notice the controller's end: a function that hangs reads no input, and may hold the
+    interpreter's lock forever.
     """
     adopt_orphans()
     woken, wakes = socket.socketpair()

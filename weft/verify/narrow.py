@@ -1,8 +1,8 @@
 """Compares an engine in its configured 16-bit dtype, or in fp8, with plain transformers that round in the same way.
 
-Both are measured by their distance to plain transformers in fp32: the engine's distance may be FACTOR times that of
-plain transformers. Rounding to 16 bits is noise of that size. Other losses of precision (a part of the loss without the
-loss scale, matmuls summed in 16 bits) are far larger. Experts of all three follow the routes of fp32.
+Both distances are to plain transformers in fp32: the engine's distance may be FACTOR times the distance of plain
+transformers in this dtype. Rounding to 16 bits is noise of that size. Other losses of precision (a part of the loss
+without the loss scale, matmuls summed in 16 bits) are far larger. Experts of all three follow the routes of fp32.
 """
 
 from __future__ import annotations

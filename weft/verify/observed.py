@@ -29,8 +29,8 @@ _NONE: Images = {}
 class Observed:
     """The engine's results, as complete tensors. routing: choices of experts that differ from the reference's; None for
     dense models. behind: readouts and gradients of documents with images after a split document; None without such
-    documents. evaluated: accuracy and share of exact documents. apart: the error if weights that several ranks have
-    became unequal, which ends training; otherwise ""."""
+    documents. evaluated: accuracy and share of exact documents. apart: the error if replicated weights became unequal
+    on several ranks, which ends training; otherwise ""."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)

@@ -7,7 +7,7 @@
     URL/critic/checkpoints/step-000200/...        of a critic with its own ranks; complete.json also lists its files
     URL/writer.json                               the process that writes to the URL
 
-An object store can neither rename nor link. So a checkpoint is complete exactly if it has a complete.json, which is
+An object store cannot rename or link files. So a checkpoint is complete exactly if it has a complete.json, which is
 written last and removed first.
 """
 
@@ -179,7 +179,7 @@ class RemoteRun:
             self.store.remove(manifest.files.keys() - remaining.keys())
 
     def sweep(self) -> None:
-        """Removes incomplete checkpoints, which killed processes left."""
+        """Removes incomplete checkpoints of killed processes."""
         names = [*self.store.list(CHECKPOINTS), *self.store.list(f"{CRITIC}/{CHECKPOINTS}")]
         complete = {*self._steps(names), *self._steps(names, ASIDE)}
         matches = ((name, _STEP.fullmatch(name)) for name in names)

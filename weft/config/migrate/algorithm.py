@@ -1,7 +1,7 @@
 """Reads the algorithm of another trainer's reinforcement learning, one quantity at a time.
 
-Every key that defines the algorithm is written into the draft. None is left to weft's default. If weft computes a
-quantity differently, `Quantity.is_equal` is False, and the user must confirm the draft.
+Every key that defines the algorithm is written into the draft. No such key is left to weft's default. If weft computes
+a quantity differently, `Quantity.is_equal` is False, and the user must confirm the draft.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
     "trl": Trl,
     "verl": Verl,
 }
-# trainer -> (settings as read -> (those that have an effect, name -> advice about the others))
+# trainer -> (settings as read -> (settings that have an effect, name -> advice about the other settings))
 _IN_USE: dict[str, Callable[[Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]]] = {"nemo_rl": settings_in_use}
-# trainer -> what writes keys of a draft without an algorithm that depend on several names
+# trainer -> the function that writes keys that depend on several names, in a draft without an algorithm
 _SETTLE: dict[str, Callable[[Draft, Mapping[str, Any]], None]] = {"nemo_rl": settle_schedule}
 _SIGNS = 4  # maximum number of recognised names that the draft shows
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence

@@ -246,7 +246,8 @@ class OpenRlhf(Algorithm):
         switch, of_kind = "algo.advantage.is_correction_enable", "algo.advantage.is_correction_type"
         low, high = map(float, self.value("algo.advantage.is_correction_threshold"))
         enabled, kind = self.on(switch), str(self.value(of_kind))
-        recorded = enabled and self.value("actor.policy_loss_type") == "gspo"  # the ratio is that of the engine's then
+        # The ratio is then to the engine's logprobs.
+        recorded = enabled and self.value("actor.policy_loss_type") == "gspo"
         self.take("rl.old_logprobs", "rollout" if recorded else "recompute", switch)
         self.agrees("logprobs of the old policy", *["the engine's" if recorded else "the trainer's"] * 2)
         if kind == "seq-mask-tis" and enabled and not recorded:

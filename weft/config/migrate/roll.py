@@ -5,8 +5,8 @@ roll/pipeline/rlvr/rlvr_config.py and roll/configs/*_args.py. The computations a
 (rewards, advantages, aggregation), roll/pipeline/rlvr/actor_worker.py and actor_pg_worker.py (the loss),
 roll/pipeline/base_worker.py (the critic) and roll/utils/train_infer_corrections.py, at commit 8eb27cc2.
 
-Every key that defines the algorithm is written into the draft. None is left to weft's default. If weft computes a
-quantity differently, `Quantity.is_equal` is False, and the user must confirm the draft.
+Every key that defines the algorithm is written into the draft. No such key is left to weft's default. If weft computes
+a quantity differently, `Quantity.is_equal` is False, and the user must confirm the draft.
 """
 
 from __future__ import annotations

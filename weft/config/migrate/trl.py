@@ -75,7 +75,7 @@ _LOSSES = {
     "dr_grpo": ("ppo", "sequence_sum"),
     "cispo": ("cispo", "token_mean"),
 }
-# The end of a reward's name -> (weft's reward, whether it gives the same numbers).
+# The end of a reward's name -> (weft's reward, whether both return the same numbers).
 _REWARDS = {"accuracy_reward": ("math", True), "think_format_reward": ("format", False)}
 # vllm_importance_sampling_mode -> (rl.correction, rl.correction_level); for masks it is icepop if clip_min is also set.
 _CORRECTIONS = {

@@ -1,7 +1,7 @@
 """The arithmetic of AdamW with low-bit state, on blocks [n, 256]: as single operations, or compiled into one kernel.
 
 Every operation is rounded separately, as IEEE 754 defines, and the compiler must not contract a multiply and an add. So
-the compiled kernel and single operations give bitwise equal results. Some ranks may run one, and some the other.
+the compiled kernel and single operations give bitwise equal results. Ranks may use different implementations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizers given by import path.
+"""Optimizers that the config names by import path.
 
 Such an optimizer updates this rank's shards as plain tensors. This is exact on every mesh if the optimizer updates each
 element independently. A trial on small tensors checks this before anything is loaded. It also checks that the
@@ -226,7 +226,7 @@ class _Trial:
         return reference
 
     def _check_alone(self, reference: _Run, parts: Sequence[_Run]) -> None:
-        """Raise UserError unless each tensor takes the same steps alone as together with its group."""
+        """Raise UserError unless the optimizer updates each tensor alone as it does together with its group."""
         advice = (
             "so its steps would depend on the pipeline stage of a tensor. Set mesh.pp=1, or use an optimizer that "
             "updates each tensor independently, such as adamw or sgd."

@@ -1,4 +1,5 @@
-"""Muon: orthogonalised updates of matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
+"""Muon: orthogonalised updates of matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon); AdamW for other
+parameters.
 
     B = momentum B + (1 - momentum) g
     U = momentum B + (1 - momentum) g        (Nesterov)

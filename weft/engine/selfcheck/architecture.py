@@ -81,8 +81,8 @@ def forget_checks() -> None:
 
 @contextmanager
 def fresh_checks() -> Iterator[None]:
-    """Inside, checks run anew, because code that they run is replaced. Afterwards the earlier results are valid
-    again."""
+    """Inside, cached results are not used, because code that checks run is replaced. Afterwards the earlier results are
+    valid again."""
     before = dict(_results)
     _results.clear()
     try:

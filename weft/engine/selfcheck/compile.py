@@ -19,7 +19,8 @@ from weft.models.train_module import TrainModule
 from weft.models.transforms import compile_layers
 
 # Lengths of the documents of rows that run one after another. torch compiles for any length at the second row; later
-# rows must not compile anew. No length equals a width of a small copy, because torch would specialise a graph to it.
+# rows must not be compiled again. No length equals a width of a small copy, because torch would specialise a graph to
+# it.
 _ROWS = ((130, 60), (96, 51), (200, 3), (64, 53), (171, 40))
 
 
@@ -28,7 +29,8 @@ def try_compiled(
 ) -> str:
     """Why layers of this family must not be compiled: they fail, compute different values or gradients, or recompile
     for many lengths; "" if they may. The trial takes tens of seconds on CUDA. Later runs of the same model with the
-    same device and software read its result from a file. An error, which may have passing causes, is not kept."""
+    same device and software read its result from a file. Errors are not cached, because their cause may be
+    temporary."""
     content = content_of(config, kernel, support, device, dtype) | {"layers": config.to_json_string(use_diff=False)}
     if (result := remembered(content)) is not None:
         return str(result["failure"])

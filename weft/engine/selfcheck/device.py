@@ -4,7 +4,7 @@
 2. Documents do not see each other, neither forward nor backward.
 3. Modules with state compute the same as torch's code on the CPU, forward and backward.
 4. The grouped matmul of experts equals single matmuls, also for experts without rows.
-5. The fused AdamW follows its formula, scales gradients, and skips a step when told to. Passed checks are remembered in
+5. The fused AdamW follows its formula, scales gradients, and skips a step if requested. Passed checks are remembered in
   the user's cache folder. Collectives are tried at each start (`check_collectives`).
 
 B, H, T: batch, heads, tokens. E: experts.
@@ -45,7 +45,8 @@ from weft.ops.per_document import per_document
 from weft.version import __version__
 from weft.versions import all_gather_single, installed_version, reduce_scatter_single
 
-# Whole blocks of 128 keys and cut ones, a document of one token, a row that no block divides; all within 256 positions.
+# Complete and partial blocks of 128 keys, a document of one token, a row that is no multiple of a block; all within
+# 256 positions.
 LENGTHS = (256, 1, 140, 129)
 # For the RMS error of each document, relative to the RMS of the row. per_document itself: up to 1.1e-2, 1.5e-3, 7e-7.
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
@@ -176,7 +177,7 @@ def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor)
 
 
 def _error(result: Tensor, true: Tensor, bounds: Bounds) -> float:
-    """The worst document's error of a [B, H, T, width], of queries or of keys; that of sinks, [H], as a whole."""
+    """The largest error of a document of a [B, H, T, width] tensor of queries or keys; for sinks, [H], the error."""
     off = result.double() - true
     if off.ndim == 1 or bounds.padded:
         documents = off.unbind(0) if off.ndim > 1 else [off]

@@ -43,7 +43,7 @@ STATE_TOLERANCE = 2e-3
 READOUT_TOLERANCE = 1e-4
 
 Axis = Literal["tp", "ep", "cp", "pp"]
-# axis -> (the action that weft refuses if the check fails; what the ranks hold parts of)
+# axis -> (the action that weft refuses if the check fails; the object that is split over the ranks)
 _AXES: dict[Axis, tuple[str, str]] = {
     "tp": ("divide {family}", "its heads"),
     "ep": ("divide the experts of {family}", "its experts"),

@@ -41,8 +41,8 @@ def pack(tokens: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: i
 def pack_padded(widths: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
     """m x ranks rows of similar documents with count x largest width <= capacity; m is the smallest possible.
 
-    A row costs count x its dearest document, because all are padded to the widest. Rows are runs of the documents
-    sorted by width. Among all such partitions, the largest row cost is smallest.
+    A row costs count x its most expensive document, because all documents are padded to the longest. Rows are runs of
+    the documents sorted by width. Among all such partitions, the largest row cost is smallest.
     """
     order = sorted(range(len(widths)), key=lambda i: (-widths[i], -costs[i], i))
     wide = [widths[i] for i in order]
@@ -151,7 +151,7 @@ class _Refinement:
         return rows
 
     def _leaders(self) -> Ints:
-        """Cost of each micro-batch: the cost of its dearest row."""
+        """Cost of each micro-batch: the cost of its most expensive row."""
         return self.row_costs[:: self.ranks]
 
     def _sort(self) -> None:
@@ -179,7 +179,7 @@ class _Refinement:
         best = int(gain.max())
         if best <= 0:
             return False
-        # Among exchanges with the largest gain, the one that takes most cost from the dearest row.
+        # Among exchanges with the largest gain, the exchange that moves most cost away from the most expensive row.
         index = int(np.where(gain == best, shift, 0).argmax())
         give, take = divmod(index, len(taking))
         self._exchange(leader, int(row[take]), int(giving[give]), int(taking[take]))

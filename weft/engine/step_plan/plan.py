@@ -3,8 +3,8 @@
 A pure function of the documents' metadata, so that all ranks compute the same plan without communication. A step's
 documents are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). Documents that are longer than a
 row may be split over the rows of one micro-batch (parallel/cp/split.py). FSDP synchronises the ranks in every
-micro-batch, so a step takes the sum over k of the maximum over r of the cost of row (k, r). The plan keeps that low.
-Documents that share a prefix are assigned together if that lowers the time (step_plan/trees.py).
+micro-batch, so the time of a step is the sum over k of the maximum over r of the cost of row (k, r). The plan keeps
+that low. Documents that share a prefix are assigned together if that lowers the time (step_plan/trees.py).
 """
 
 from __future__ import annotations
@@ -532,8 +532,8 @@ class StepPlanner:
         apart: str = "",
     ) -> None:
         """ranks: (this rank's index among ranks with different documents, their number). context: the ranks that share
-        documents, if any. multiple: row lengths are multiples of it. end_marked: see ScoreSpec. apart: why documents of
-        this run cannot share prefixes; empty if they can."""
+        documents, if any. multiple: row lengths are multiples of it. end_marked: see ScoreSpec. apart: the reason why
+        documents of this run cannot share prefixes; empty if they can."""
         self.step, self.layout, self.context, self.multiple = step, built.layout, context, multiple
         self._rank, self._ranks = ranks
         self._cuts = context is not None if has_cp else built.cuts_documents

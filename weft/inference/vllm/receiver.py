@@ -80,7 +80,8 @@ class VllmSyncWorker:
 
     def weft_check_adapter(self, folder: str) -> dict[str, Any]:
         """Check that the adapter in use is the one in `folder`. Returns {} or {"error": text}. An adapter that vLLM
-        will load at its next use has no number yet and is not checked; nor is any with tensor parallelism."""
+        will load at its next use has no number yet and is not checked. With tensor parallelism no adapter is
+        checked."""
         from safetensors.torch import load_file
 
         try:

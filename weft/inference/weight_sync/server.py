@@ -169,7 +169,8 @@ class SyncServer:
             raise failures[0]
 
     def _complete_hellos(self, waiting: list[_Pending], deadline: float) -> list[_Pending]:
-        """The pending connections whose first message is complete; late and surplus ones are closed."""
+        """The pending connections whose first message is complete. Connections that are too late or too many are
+        closed."""
         now = time.monotonic()
         until = min([deadline, now + 1.0, *(pending.deadline for pending in waiting)])
         # poll(), because select() takes no descriptor above 1023
@@ -192,8 +193,8 @@ class SyncServer:
     def _admit(
         self, pending: _Pending, missing: dict[tuple[str, int], Ticket], version: int, attempt: int | None
     ) -> Connection | None:
-        """The connection of a worker with a valid ticket; others are closed, and give None. SyncError if the worker
-        speaks another protocol, has died, or asks for another version."""
+        """The connection of a worker with a valid ticket; others are closed, and give None. SyncError if the worker has
+        another protocol, has died, or requests another version."""
         hello = pending.hello()
         worker = (hello.name, hello.member) if hello is not None else None
         ticket = missing.get(worker) if worker is not None else None

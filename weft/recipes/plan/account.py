@@ -117,10 +117,10 @@ class Situation:
 def with_chosen_recompute(
     config: Config, world: int, device: Device, assumed: Accelerator | None = None
 ) -> tuple[Config, str]:
-    """The config with the settings that model.recompute=auto chooses, and a line that says why; as it is, and "", if it
-    has another value. Of the policies, tiles and offloads that fit, those that take the least time, as in
-    `weft plan --search`; those that need the least memory, if none fits. Raises UserError in a process that already is
-    one of several ranks."""
+    """(The config with the settings that model.recompute=auto chooses, a line with the reason); with another value of
+    the key, the config unchanged and "". Of the policies, tiles and offloads that fit, those that take the least time,
+    as in `weft plan --search`; those that need the least memory, if none fits. Raises UserError in a process that
+    already is one of several ranks."""
     if config.model.recompute != "auto":
         return config, ""
     if dist.is_initialized():
@@ -167,7 +167,7 @@ class Knob:
 
 def knobs(situation: Situation) -> list[Knob]:
     """The changes that save memory, in the order of their cost in time. For each key: the cheapest change that is
-    worthwhile, or the one that saves most if none is."""
+    worthwhile; if no change is, the change that saves most."""
     stated, config = Choice.of(situation.model.config), situation.model.config
     budget = config.step.max_tokens_per_device
     now, seconds = situation.memory_and_seconds(stated, budget)

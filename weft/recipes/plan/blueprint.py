@@ -318,8 +318,8 @@ class Blueprint:
         return max(sizes, default=0)
 
     def passes(self, shared: RowSharing) -> list[LayerPasses]:
-        """What each layer reads and writes beside products and attention; of families that cannot run on meta, as much
-        as a layer of Qwen3 with this hidden size."""
+        """The bytes that each layer reads and writes outside of matmuls and attention; for families that cannot run on
+        meta, as many as a layer of Qwen3 with this hidden size."""
         key = RowSharing(tp=shared.tp, sequence=shared.sequence, paths=shared.paths)
         if key not in self._passes:
             try:
@@ -331,8 +331,8 @@ class Blueprint:
         return self._passes[key]
 
     def head_passes(self, tp: int) -> float:
-        """The bytes that the head reads and writes beside products for a token, on one of `tp` ranks; 0 for a head of
-        scores."""
+        """The bytes that the head reads and writes outside of matmuls for a token, on one of `tp` ranks; 0 for a head
+        of scores."""
         head = self.module.head
         if isinstance(head, ScoreHead):
             return 0.0

@@ -124,7 +124,7 @@ def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
 
 
 def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:
-    """The indices on mesh.pp to simulate: the first, and the one with the fullest rank if it is another."""
+    """The indices on mesh.pp to simulate: the first, and the index of the fullest rank if it differs."""
     fullest = max(memory, key=lambda stage: stage.fullest)
     return [memory[0]] if fullest is memory[0] else [memory[0], fullest]
 

@@ -44,11 +44,12 @@ class Load:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """The facts of a step's rows that determine its memory and time. longest: tokens of the longest row. load: of a
-    rank with the longest row in each micro-batch. dearest: FLOPs of a micro-batch's most expensive row, the mean over
-    micro-batches. shares: for each micro-batch, the cost of that row relative to `dearest`. linear: the share of
-    matmuls with weights in the FLOPs. tokens, flops: of all documents. cuts: whether any document is split. keys:
-    maximum number of keys that the segments of a row attend to, relative to `longest`; 1 without trees."""
+    """The facts of a step's rows that determine its memory and time. longest: tokens of the longest row. load:
+    of a rank that gets the longest row of each micro-batch. dearest: FLOPs of a micro-batch's
+    most expensive row, averaged over micro-batches. shares: for each micro-batch, the cost of its most expensive row
+    relative to `dearest`. linear: the share of matmuls with weights in the FLOPs. tokens, flops: of all documents.
+    cuts: whether any document is split. keys: maximum number of keys that the segments of a row attend to, relative to
+    `longest`; 1 without trees."""
 
     longest: int
     load: Load

@@ -73,7 +73,7 @@ class Search:
 class Proposal:
     """A mesh that fits. budget: step.max_tokens_per_device. choice: the memory settings; `lossy` of them are inexact
     and not in the config. memory: of the trained model. fullest: peak bytes of a rank, including other models. limit:
-    the part of a step that limits its speed, and "memory" if that is nearly full."""
+    the part of a step that limits its speed, and "memory" if memory is nearly full."""
 
     mesh: MeshSizes
     budget: int

@@ -64,8 +64,8 @@ LAUNCHES_OF_OTHERS = 3
 class _Work:
     """A stage's seconds, as (forward, backward), for one row of the cost RowFacts.dearest. linear, attention: compute.
     passes: over tensors of layers and head. copies: of FSDP2, in the compute stream. open: collectives that do not
-    overlap. gathers: collectives that may overlap with compute; hosted: the same for copies from and to the host.
-    launching: of the host."""
+    overlap. gathers: collectives that may overlap with compute. hosted: copies from and to the host, which may also
+    overlap. launching: the host's time to launch kernels."""
 
     linear: tuple[float, float]
     attention: tuple[float, float]

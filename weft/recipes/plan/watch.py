@@ -181,7 +181,7 @@ def held_by(engine: Engine) -> dict[str, list[Tensor]]:
 
 
 def _gradients_of(groups: Iterable[Any]) -> Iterator[Tensor]:
-    """Gradients of FSDP's groups, with those that are not reduced before the step's last micro-batch."""
+    """Gradients of FSDP's groups, including gradients that are reduced only in the step's last micro-batch."""
     for group in groups:
         if group._partial_reduce_output is not None:
             yield group._partial_reduce_output

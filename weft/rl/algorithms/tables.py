@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES
 
-_COLUMNS = ("advantage", "advantage_norm", "policy_loss", "loss_aggregation")  # keys with a column of their own
+_COLUMNS = ("advantage", "advantage_norm", "policy_loss", "loss_aggregation")  # keys with a separate column
 
 
 def presets_table() -> str:

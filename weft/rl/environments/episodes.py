@@ -63,7 +63,7 @@ class Episodes:
 
     def max_completion_tokens(self, prompt: Prompt, reply_images: PromptImages | None) -> int:
         """The most tokens that a conversation may have after its prompt. Images of replies lower the limit, because the
-        sample must fit into one row. Images of the prompt alone were checked before training."""
+        sample must fit into one row. If only the prompt has images, they were checked before training."""
         if self.room is None or reply_images is None:
             return self.most_tokens
         return min(self.most_tokens, self.room.tokens - self.room.in_tokens(reply_images.patches) - len(prompt.tokens))

@@ -50,10 +50,10 @@ def _registered(name: str) -> Callable[[], Any]:
 class Game(Environment):
     """One episode of a game. Each observation is a user message; the first follows the prompt.
 
-    Columns that are read: `seed` (default: the prompt's index, so that the samples of a prompt begin alike) and
-    `options`, both of `reset`. An observation that is not a text is rendered, if the game has the render mode `ansi`;
-    coloured text is put in brackets. Actions: the answer's text; of a Discrete space, the last whole number of it, and
-    an answer without one that is valid costs a turn.
+    It reads the columns `seed` (default: the prompt's index, so that all samples of a prompt begin in the same state)
+    and `options`, which are arguments of `reset`. An observation that is not a text is rendered, if the game has the
+    render mode `ansi`; coloured text is put in brackets. An action is the answer's text; for a Discrete space it is the
+    last whole number in the text, and an answer without a valid number costs a turn.
     """
 
     gives_reward = True

@@ -66,8 +66,8 @@ class Failures:
 
     def metrics(self) -> dict[str, float]:
         """`rewards/failed`, in total and per function with failures; resets the counts. UserError if a function, or the
-        environment, failed for every sample, unless the parent of its processes was killed or stopped: that says
-        nothing of the next step."""
+        environment, failed for every sample, unless the parent of its processes was killed or stopped, because the next
+        step may then succeed."""
         failed, calls, last, lost = self._failed, self._calls, self._last, self._lost
         self._calls, self._failed, self._last, self._lost = Counter(), Counter(), {}, set()
         for name, count in failed.items():

@@ -99,8 +99,8 @@ class RewardFunction:
         self.signature = _describe(spec, self._call)
 
     def __call__(self, batch: RewardBatch, runner: asyncio.Runner | None = None) -> list[RewardOutcome]:
-        """An outcome for each sample. If a call with all samples fails, each is tried alone. runner: required for
-        coroutine functions and verl's kind. UserError if a call returns more or fewer values than completions."""
+        """An outcome for each sample. If a call with all samples fails, each sample is tried alone. runner: required
+        for coroutine functions and verl's kind. UserError if a call returns more or fewer values than completions."""
         batch = replace(batch, columns={name: _opened(values) for name, values in batch.columns.items()})
         try:
             return self._outcomes(batch, runner)
