@@ -614,7 +614,7 @@ def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
     else:
         count = _ranks_wanted(options, config)
         if count is not None and options.nproc is None:
-            count += frozen  # a checkpoint counts the trained model's ranks
+            count += frozen  # a checkpoint stores the number of the trained model's ranks only
         world = count or accelerator_count(options.device) or 1
     _check_frozen_ranks(config, world, "--nproc")
     sizes = resolve_mesh(config.mesh, world - frozen)

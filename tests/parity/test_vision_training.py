@@ -151,7 +151,7 @@ def test_images_that_fit_no_row_are_named_before_training() -> None:
     path = saved_vision_model("qwen2_5_vl")
     message = run(1, refusal, path, 32)[0]
     assert "seen.jsonl:1" in message
-    proposed = int(message.split("set that to ")[1].split()[0])
+    proposed = int(message.split("Set it to ")[1].split()[0])
     assert 32 < proposed < 60 and run(1, refusal, path, proposed) == [""]
 
 

@@ -163,7 +163,8 @@ class RankFile:
 
 
 def find_state_shards(engine: Engine) -> dict[str, StateShard]:
-    """Every tensor of the trainer state, box by box, with tied weights once. The name of a second box ends in #1.
+    """Every tensor of the trainer state, box by box; tied weights only once. If a rank has several boxes of a tensor,
+    the name of the second ends in #1.
 
     Every rank has a box, which may be empty, of each tensor of its stage. With adapters, only trained tensors are
     saved; the base is read from model.path again.
@@ -427,7 +428,7 @@ def _rank_file(rank: int, fields: Mapping[str, Any], tensors: Mapping[str, Any])
 
 
 def _is_box(box: Any, shape: Sequence[int]) -> bool:
-    """Whether this is [start, size] within a tensor."""
+    """Whether `box` is a valid [start, size] within a tensor of this shape."""
     if not isinstance(box, list) or len(box) != 2:
         return False
     if not all(isinstance(ns, list) and len(ns) == len(shape) and all(type(n) is int for n in ns) for ns in box):

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.config.yaml12 import show
 
-# The columns of each format; COLUMNS_BESIDE: columns that any format may have.
+# The columns of each format. COLUMNS_BESIDE: columns that rows of any format may have.
 FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),

@@ -223,7 +223,7 @@ def _mask(
 
 def _mark(location: str, name: str, messages: list[Message], index: int, trained: bool) -> None:
     if messages[index].get("train", trained) != trained:
-        raise UserError(f"{location}: `{name}` and a mark of message {index + 1} contradict each other. Keep one.")
+        raise UserError(f"{location}: `{name}` and the `train` of message {index + 1} contradict each other. Keep one.")
     messages[index]["train"] = trained
 
 

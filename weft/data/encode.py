@@ -565,7 +565,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         )
 
 
-# Far above rules that replace a space or a quote; a dozen rules that each double a text exceed it.
+# Rules that replace a space or a quote stay far below this factor; a dozen rules that each double a text exceed it.
 _MOST_GROWTH = 1000
 
 

@@ -121,7 +121,8 @@ def reset_trials() -> None:
 
 
 def try_forks(mixer: nn.Module, hidden: Tensor, by_forks: Callable[[], Tensor], by_paths: Callable[[], Tensor]) -> bool:
-    """Whether a row by forks agrees with the row of its paths. Tried once for such mixers, without gradients."""
+    """Whether a row by forks agrees with the row of its paths. Tried once per class and dtype, without
+    gradients."""
     key = type(mixer), hidden.dtype
     if key not in _TRIED:
         with torch.no_grad():

@@ -141,8 +141,8 @@ class TopTokens(NamedTuple):
 
     ids_NK: distinct tokens, or -1 for unused entries. logprobs_NK: log-probabilities of logits / T. All other tokens of
     the vocabulary form one bin, the tail. So a divergence compares distributions over at most K + 1 bins, and is never
-    negative. Without the tail it could be, and its minimum would not be the teacher (arXiv:2601.19897, section 3). A
-    tail below 2^-24, the rounding of fp32, counts as 2^-24.
+    negative. Without the tail it could be negative, and its minimum would not be at the teacher's distribution
+    (arXiv:2601.19897, section 3). A tail below 2^-24, the rounding of fp32, counts as 2^-24.
     """
 
     ids_NK: Tensor

@@ -150,9 +150,9 @@ def expect(trainer: ReferenceTrainer, steps: Sequence[Step], facts: FlopFacts, i
 
 @torch.no_grad()
 def _likeliest(plain: reference.Reference, first: int, second: bool) -> list[int]:
-    """The tokens of a short document, each the most likely one after the tokens before it. second: every other token is
-    the most likely one of the half of the vocabulary without the most likely token, so that it is also the most likely
-    one of most shards of a split vocabulary."""
+    """A short document: each token is the most likely one after the tokens before it. second: every other token is
+    instead chosen from the half of the vocabulary that does not contain the most likely token. It is the most likely
+    token of that half, and so of most shards of a split vocabulary."""
     ids = [first]
     for index in range(_HELD_OUT):
         logits = plain.logits(ids)[-1]

@@ -55,8 +55,8 @@ def compare_layers(engine: Engine, step: Step) -> list[Figure]:
 def _observed(
     layer: Any, name: str, full_name: str, figures: Figures, calls: dict[Tensor, list[tuple[Tensor, Tensor]]]
 ) -> Iterator[None]:
-    """Inside, every matmul of the layer is compared. name: below the decoder layer. calls: by the weight, which layers
-    may share, (input, gradient of the output) of each call since the weight's last gradient."""
+    """A context in which every matmul of the layer is compared. name: its name within the decoder layer. calls:
+    weight -> (input, gradient of the output) of each call since its last gradient; layers may share a weight."""
     rounds, forward, hooks = reference_fp8.is_rounded(name, layer), layer.forward, list[Any]()
 
     def compare(kind: str, actual: Tensor, expected: Tensor) -> None:

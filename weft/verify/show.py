@@ -30,7 +30,7 @@ def print_verdict(
     )
     console.print(f"against  {reference_name}: one process, fp32, eager attention, one document at a time")
     if isinstance(config, SftConfig) and config.train.loss is not None:
-        console.print(f"loss     cross entropy; {config.train.loss} on the documents of the first step")
+        console.print(f"loss     cross entropy; {config.train.loss} is compared on the documents of the first step")
     if isinstance(config, RlConfig):
         console.print(f"update   {config.rl.algorithm}: the same rollouts on both sides")
     if plant is not None:

@@ -140,7 +140,7 @@ class PrimeRl(Algorithm):
             original = f"opd: log(teacher / policy) of each token, of {teacher}"
             self.draft.values["rl.teacher"] = (teacher, "the teacher, as a model in the trainers' ranks", name)
             self.take("rl.teacher_in", "advantage", name)
-            text = "the same in addition to rewards; without `rl.reward` only the teacher"
+            text = "the same, in addition to rewards; without `rl.reward`, only the teacher determines advantages"
         is_same = kind in _ALGOS and not penalised
         (self.agrees if is_same else self.differs)("advantage", original, f"{advantage}: {text}")
         self.take("rl.dynamic_sampling", 0, "orchestrator.train.filter_zero_advantages")

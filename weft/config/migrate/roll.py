@@ -75,7 +75,7 @@ DEFAULTS: dict[str, Any] = {
     "ppo_epochs": 1,
     "max_grad_norm": 1.0,
     "num_return_sequences_in_group": 1,
-    "actor_infer.generating_args.num_return_sequences": None,  # the number above replaces it
+    "actor_infer.generating_args.num_return_sequences": None,  # num_return_sequences_in_group replaces it
     "actor_infer.generating_args.temperature": 0.95,
     "actor_infer.generating_args.top_p": 0.7,
     "actor_infer.generating_args.top_k": 50,

@@ -584,8 +584,8 @@ class StepPlanner:
         extra, per_rank = self.image_room.in_tokens(patches), self.multiple * self._image_ranks
         if length - self._omitted(length) + extra > self.image_room.tokens:
             raise UserError(
-                f"{source}: has {length} tokens, and its images, {patches} patches, need as much memory as {extra}; "
-                f"{self._fits}: set that to {-(-(length + extra) // per_rank) * self.multiple} or more, or make "
+                f"{source}: has {length} tokens, and its images ({patches} patches) need as much memory as {extra} "
+                f"tokens. {self._fits}. Set it to {-(-(length + extra) // per_rank) * self.multiple} or more, or make "
                 "images smaller with data.image_pixels."
             )
 
@@ -597,8 +597,8 @@ class StepPlanner:
     @property
     def _fits(self) -> str:
         if self._image_ranks > 1:
-            return f"a document must fit step.max_tokens_per_device on each of {self._image_ranks} ranks of mesh.cp"
-        return "a document with images of this model is not split, and must fit step.max_tokens_per_device"
+            return f"A document must fit step.max_tokens_per_device on each of {self._image_ranks} ranks of mesh.cp"
+        return "A document with images of this model is not split, and must fit step.max_tokens_per_device"
 
     def _omitted(self, length: int) -> int:
         """See DocumentMeta. If a document's length selects its rotary table, the whole document is read."""

@@ -44,7 +44,7 @@ class WeightGradients:
             linear._parameters["weight"] = nn.Parameter(weight.detach(), requires_grad=False)
 
     def _leave(self, linear: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
-        """output: None if the forward raised an exception, with which recomputation stops early."""
+        """output: None if the forward raised the exception that ends a recomputation early."""
         if not self._active or self._active[-1][0] is not linear:
             return output
         _, weight = self._active.pop()

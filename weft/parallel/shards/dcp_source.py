@@ -280,7 +280,9 @@ def open_weights(path: str, model: PreTrainedModel) -> DcpSource:
     naming = name_tensors(shapes, model, KEY, str(directory.folder))
     for name, view in naming.weights.items():
         if view.heads is not None and (not view.shape or view.shape[0] % (2 * view.heads)):
-            raise UserError(f"{KEY}: {view.stored} is {list(view.shape)}, which is no {name} of this model.")
+            raise UserError(
+                f"{KEY}: {view.stored} has the shape {list(view.shape)}, which does not fit {name} of this model."
+            )
     states, numbered = _states(directory, naming)
     base = _source(directory, naming.weights)
     return DcpSource(
