@@ -20,15 +20,15 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, without its full stop, as a part of a sentence; with the second where
-    the first ends in a colon."""
+    """The first line of an exception's message, without its full stop, as a part of a sentence. If it ends in a colon,
+    the second line follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".:")
 
 
 def runs_own_code(path: str, error: BaseException, key: str = "model.path") -> UserError | None:
-    """The UserError for an error that says that transformers would have to run code from `path`; None for other errors.
-    key: the config key of `path`."""
+    """The UserError for an error that reports that transformers would have to run code from `path`; None for other
+    errors. key: the config key of `path`."""
     if "trust_remote_code" not in str(error):
         return None
     return UserError(

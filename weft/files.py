@@ -16,7 +16,7 @@ from typing import Any
 from weft.errors import UserError, first_line
 from weft.strict_json import is_deeper
 
-LOCK = "lock"  # a file in RUN that names the process that holds it, which has locked it (flock)
+LOCK = "lock"  # a file in RUN, which contains the id of the process that has locked it (flock)
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",

@@ -25,7 +25,7 @@ from rich.segment import Segment
 
 from weft.errors import UserError
 
-# C0 but tab and line feed, DEL and C1; line separators; overrides of the text's direction; surrogates.
+# C0 except tab and line feed, DEL and C1; line separators; overrides of the text's direction; surrogates.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _NARROWEST = 40  # columns; narrower terminals fold by themselves
@@ -72,7 +72,7 @@ def say_folded(texts: Iterable[object]) -> None:
 
 
 def folded_width() -> int | None:
-    """The columns to fold output to; None if it goes neither to a terminal nor to columns that COLUMNS states."""
+    """The columns to fold output to; None if the output is not a terminal and COLUMNS is not set."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return max(_NARROWEST, shutil.get_terminal_size().columns)
     return None

@@ -29,7 +29,7 @@ class UpstreamBug:
 
 @cache
 def hsdp_offload_races() -> bool:
-    """Whether FSDP2 lets go of a reduced gradient while a pinned copy of it, on the all-reduce stream, is under way.
+    """Whether FSDP2 may free a reduced gradient while the all-reduce stream still copies it to pinned memory.
 
     The fix keeps it in the context that all units share.
     """

@@ -123,7 +123,7 @@ def chosen_step(checkpoints: Path, path: object, step: int) -> Path:
 
 
 def superseded(steps: Sequence[int], keep: int | None, keep_every: int | None) -> list[int]:
-    """The steps that retention does not keep, of ascending `steps`."""
+    """Those of the ascending `steps` that retention does not keep."""
     older = steps[:-keep] if keep is not None else []
     return [step for step in older if keep_every is None or step % keep_every]
 

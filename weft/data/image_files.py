@@ -107,7 +107,7 @@ def _orientation(picture: Any) -> Any:
     """The EXIF orientation; None if there is none that Pillow can read."""
     try:
         return picture.getexif().get(_ORIENTATION)
-    except Exception:  # of any type: damaged EXIF, of which no pixel depends
+    except Exception:  # of any type: damaged EXIF, on which no pixel depends
         return None
 
 
@@ -271,8 +271,8 @@ class PromptImages:
 
 # ---------------------------------------------------------------- locations of images
 
-# A packed index: kind, height, width, bytes, a number (the modification time of the files; for a index in a row, the
-# position of the row), the index among the images of the row; for a video also the fields of its Clip.
+# A packed location: kind, height, width, bytes, a number (the modification time of the files; for an image in a row,
+# the position of the row), the index among the images of the row; for a video also the fields of its Clip.
 _HEAD, _CLIP = struct.Struct("<BIIQqI"), struct.Struct("<IdI")
 HEAD_BYTES = _HEAD.size + _CLIP.size
 _PATH, _ROW, _COPY = b"PRC"

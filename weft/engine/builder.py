@@ -176,7 +176,7 @@ def set_deterministic(deterministic: bool) -> None:
 
 def make_spec(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> EngineSpec:
     """Decide on mesh, dtypes and devices. mesh: another engine's, reused if it has the same sizes."""
-    if config.purpose == "inference" and config.fsdp.cpu_offload == "optimizer":  # there is none
+    if config.purpose == "inference" and config.fsdp.cpu_offload == "optimizer":  # there is no optimizer
         config = replace(config, fsdp=replace(config.fsdp, cpu_offload=False))
     sizes = resolve_mesh(config.mesh, ranks.world)
     if mesh is None or mesh.sizes != sizes:
@@ -311,7 +311,7 @@ def open_offload(
     layers, rows = stored_rows_of_rank(
         config.mesh.pp_schedule, stages, 0 if spec.mesh.pp is None else spec.mesh.pp.rank
     )
-    all_rows = stages is not None and config.mesh.pp_schedule == "GPipe"  # the number of a step
+    all_rows = stages is not None and config.mesh.pp_schedule == "GPipe"  # the number of rows is unknown
     size = saved.on_host(config.step.max_tokens_per_device, Activations.of(config), layers, rows)
     offload.open(spec.ranks.device, None if all_rows else size)
 

@@ -138,7 +138,8 @@ def with_teachers(
     """This rank's documents with the arrays that DistillationLoss reads. Collective.
 
     chosen: which teacher each document of the step has; None if there is one. documents: of the step. local: this
-    rank's, by their index in the step. received: the outputs for these that other ranks than the student's have read.
+    rank's, by their index in the step. received: the outputs for local documents that were read on ranks other than the
+    student's.
     """
     read = read_hidden([teacher.read for teacher in teachers], chosen, documents, range(len(documents)))
     is_read = [not isinstance(teacher, RowLists) for teacher in teachers]

@@ -275,7 +275,7 @@ class CachedRows:
         return hf.RowCache(self._model.config, self._store_prompts)
 
     def _store_prompts(self, layer: int, keys_PKTD: Tensor, values_PKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store each prompt's keys and values in its new rows; attention gets only those of the prompts."""
+        """Store each prompt's keys and values in its new rows; attention receives only the prompts' keys and values."""
         rows = slice(len(self.lengths), len(self.lengths) + len(self._owner_R))
         for stored, new in zip(self._tensors(layer, keys_PKTD, values_PKTD), (keys_PKTD, values_PKTD), strict=True):
             stored[rows, :, : new.shape[2]] = new[self._owner_R]

@@ -31,7 +31,7 @@ KERNELS = {
     "chunk_kda": ("flash-linear-attention", "cu_seqlens"),
     "mamba_chunk_scan_combined": ("mamba-ssm", "seq_idx"),
 }
-# All kernels of a mixer that pass state from token to token. Others, as of Mamba 1, ignore documents.
+# All kernels of a mixer that pass state from token to token. Others, such as those of Mamba 1, ignore documents.
 _MIXERS = (
     frozenset(("causal_conv1d_fn", "chunk_gated_delta_rule")),
     frozenset(("causal_conv1d_fn", "chunk_kda")),

@@ -206,7 +206,7 @@ def _smallest(config: Any, base: nn.Module, patch: int) -> dict[str, Tensor] | N
     size = _first(getattr(vision, "image_size", None))
     if size is None:
         return None
-    if tilings := getattr(config, "image_grid_pinpoints", None):  # an image's own tiles are read, others are not
+    if tilings := getattr(config, "image_grid_pinpoints", None):  # the model reads only the tiles that an image needs
         tiles = 1 + max(height // size * (width // size) for height, width in tilings)
         return {"pixel_values": torch.full((1, tiles, 3, size, size), 0.5), "image_sizes": torch.tensor([[size, size]])}
     batch = (1, 1) if hf.accepts_by_name(base, "pixel_attention_mask") else (1,)

@@ -377,7 +377,7 @@ class UsedParameters:
         group = unit.group
         unit.ran |= group._training_state == TrainingState.PRE_BACKWARD
         if unit.ran and group.reduce_grads:
-            # Over replicas, FSDP sums what micro-batches have reduced: all of them must reduce the same.
+            # FSDP sums the reduced gradients of micro-batches over replicas, so all must reduce the same parameters.
             replicated = group.mesh_info.mesh.ndim > 1
             sums_up = replicated and (not group.all_reduce_grads or group._partial_reduce_output is not None)
             self._fill([p for p in group.fsdp_params if p.sharded_param.requires_grad], towers=sums_up)
@@ -385,7 +385,8 @@ class UsedParameters:
         unit.post_backward(*unused)
 
     def _fill(self, parameters: Sequence[Any], towers: bool) -> None:
-        """towers: also where no rank ran them."""
+        """Record the used parameters, and give the others gradients of zeros. towers: also parameters of towers that
+        no rank ran."""
         used = [p for p in parameters if not (p.unsharded_accumulated_grad is p.unsharded_param.grad is None)]
         self._used.update(p.sharded_param for p in used)
         towers = towers or not self._of_towers.isdisjoint(p.sharded_param for p in used)

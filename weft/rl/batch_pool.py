@@ -147,7 +147,7 @@ class BatchPool:
         await self.pause()
         for finished in await self._end_all():
             self._answer(finished)
-        # Those of self._running no actor has begun. Those of an engine that failed meanwhile wait to be redone.
+        # No actor has begun the requests left in self._running. Requests of a failed engine are waiting.
         for _, future in [*self._running.values(), *self._waiting]:
             future.cancel()
         self._running.clear()

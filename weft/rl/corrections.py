@@ -180,7 +180,7 @@ def note_on_staleness(config: RlConfig) -> list[str]:
     """A warning if samples may come from older weights, and no setting corrects or bounds the difference."""
     rl, staleness = config.rl, config.cluster.max_staleness
     spec = TOKEN_LOSSES.get(rl.policy_loss)
-    is_clipped = spec is None or spec.clipping != "none"  # a function of the user's may clip
+    is_clipped = spec is None or spec.clipping != "none"  # a user's function may clip
     if not staleness or rl.corrects or (rl.old_logprobs == "rollout" and is_clipped):
         return []
     fix = "rl.correction=tis" if rl.old_logprobs == "recompute" else "rl.old_logprobs=recompute rl.correction=tis"

@@ -173,7 +173,7 @@ def _renamed(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _contradict(first: Any, second: Any) -> bool:
-    """Whether two values of one field are of one shape, but not equal."""
+    """Whether two values of one field have the same shape, but differ."""
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         return first.shape == second.shape and not np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
     return type(first) is type(second) and bool(np.any(first != second)) and not isinstance(first, list)

@@ -72,7 +72,7 @@ class FlatSteps:
             )
 
 
-_MOSTLY = 0.9  # of a step's samples: from here on their lengths are the limit's
+_MOSTLY = 0.9  # share of a step's samples; if so many are truncated, weft warns
 
 
 @dataclass

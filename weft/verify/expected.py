@@ -170,9 +170,9 @@ def _likeliest(plain: reference.Reference, first: int, second: bool) -> list[int
 def _evaluated(
     plain: reference.Reference, documents: Sequence[list[int]]
 ) -> tuple[list[reference.Document], float, float]:
-    """(Documents to evaluate, their accuracy, the share of exact ones). Trained are the tokens for which rounding
-    cannot change the most likely token. Accuracy: the share of these tokens that are the most likely ones. A document
-    is exact if all its trained tokens are."""
+    """(Documents to evaluate, their accuracy, the share of exact ones). Tokens are trained if rounding cannot change
+    the most likely token at their position. Accuracy: the share of these tokens that are the most likely ones. A
+    document is exact if all its trained tokens are."""
     results, hits = list[reference.Document](), list[list[bool]]()
     for ids in documents:
         logits = plain.logits(ids)[:-1]

@@ -1,7 +1,7 @@
 """Compares the update of `weft rl` on any mesh with plain PyTorch in one process (rl_reference.py), with the measures
 of harness.py.
 
-Both sides use the same rollouts. Compared are: old and reference logprobs and values of the trainers; loss and every
+Both sides use the same rollouts. It compares: old and reference logprobs and values of the trainers; loss and every
 parameter's gradient of the first update, in one split and in many micro-batches; losses, norms and weights along two
 updates of each rollout step; and the same for the critic. Noise is added to synthetic rollouts' logprobs, and to old
 logprobs unless the update computes them, so that corrections and clips have an effect.

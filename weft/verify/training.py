@@ -1,6 +1,6 @@
 """Compares the training of any loss by an engine with plain PyTorch in one process, with the measures of harness.py.
 
-Compared are the loss and every parameter's gradient of the first step, in rows as configured and in short rows, and
+It compares the loss and every parameter's gradient of the first step, in rows as configured and in short rows, and
 losses, gradient norms and weights along all steps. `weft verify` for dpo, reward and distill calls `verify_training`;
 for RL it uses the same figures.
 """

@@ -110,8 +110,8 @@ class Algorithm:
                       f"{short} trains such samples as if they were drawn from all tokens")  # fmt: skip
 
     def alone(self, advantage: str) -> str:
-        """The advantage. If a prompt has one sample, an advantage of groups has nothing to compare, and reinforce++
-        replaces it."""
+        """The advantage that the draft uses. With one sample per prompt, a group has nothing to compare, so reinforce++
+        replaces advantages that compare a group."""
         if self.draft.value("rl.group_size") != 1 or advantage not in ("grpo", "rloo", "reinforce++_baseline"):
             return advantage
         for key in ("rl.algorithm", "rl.advantage"):

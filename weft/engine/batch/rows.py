@@ -504,7 +504,7 @@ class StepRows:
         return self.build(micro_batch)
 
     def ahead(self) -> StepRows:
-        """The same rows, built now. An error in one is raised on access to that one."""
+        """The same rows, built now. If building a row fails, access to the row raises the error."""
         futures: list[Future[Row]] = [Future() for _ in self.sources]
         for micro_batch, row in enumerate(futures):
             try:

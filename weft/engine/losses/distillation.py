@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from weft.engine.step_plan.plan import StepPlan
 
 # Arrays of documents. HIDDEN: [T, widest teacher], last hidden states at the position that predicts token t. TEACHER:
-# [T] int64, which teacher's; only with several. TOP_IDS, TOP_LOGPROBS: [T, K], the list of tokens that may be token t;
-# unused entries have id -1.
+# [T] int64, the number of the document's teacher; only with several teachers. TOP_IDS, TOP_LOGPROBS: [T, K], the
+# listed tokens in the teacher's prediction of token t; unused entries have id -1.
 HIDDEN, TEACHER = "teacher_hidden", "teacher"
 
 

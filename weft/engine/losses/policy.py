@@ -241,8 +241,8 @@ class PolicyLoss:
     def _ratio_metrics(self, tokens: PolicyTokens) -> dict[str, Tensor]:
         """[N] for each token: its ratio, KL(old || current) by k3, and whether clipping removed its gradient.
 
-        `low` is a ratio below rl.clip and `high` one above it; with `growing`, only where the advantage would move the
-        ratio further away. Losses without clipping and users' losses have no clipping metrics.
+        `low` counts ratios below rl.clip, and `high` ratios above it; for losses with `growing`, only where the
+        advantage would move the ratio further away. Losses without clipping and users' losses have no clipping metrics.
         """
         config = self.config
         ratio: Tensor = getattr(tokens, self._ratio)

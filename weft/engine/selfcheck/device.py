@@ -177,7 +177,7 @@ def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor)
 
 
 def _error(result: Tensor, true: Tensor, bounds: Bounds) -> float:
-    """The largest error of a document of a [B, H, T, width] tensor of queries or keys; for sinks, [H], the error."""
+    """The largest error of a tensor of queries or keys, [B, H, T, width], over its documents, or of sinks, [H]."""
     off = result.double() - true
     if off.ndim == 1 or bounds.padded:
         documents = off.unbind(0) if off.ndim > 1 else [off]
@@ -215,7 +215,7 @@ def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[st
 
 
 def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, index: int) -> list[Tensor]:
-    """The largest gradient at each document's embeddings, of a loss of the one at `index`."""
+    """The largest gradient at each document's embeddings, if only the document at `index` has a loss."""
     embedded: list[Tensor] = []
     embedding: Any = module.hf_model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda module, inputs, output: embedded.append(output))
@@ -231,8 +231,8 @@ def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, index
 
 
 def _mixer_failures(small: PreTrainedModel, layout: Layout, device: torch.device, dtype: torch.dtype) -> Failures:
-    """Each module on the device in `dtype`, and on the CPU in fp32 with the same rounded weights and inputs; what the
-    CPU's own rounding in `dtype` changes counts as noise."""
+    """Compares each module on the device in `dtype` with the module on the CPU in fp32, for equal rounded weights and
+    inputs. The CPU's own error in `dtype` counts as noise."""
     module = on_device(small, device, dtype)
     inputs: dict[str, tuple[Any, Any]] = {}
     hooks = [

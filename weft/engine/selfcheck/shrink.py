@@ -164,8 +164,8 @@ def _enough_experts(text: Any) -> int:
 
 
 def _narrow_heads(text: Any) -> None:
-    """Four heads of unchanged width. The ratio of query to key heads stays, and that of _WITH_HIDDEN to the hidden
-    width. Without attention, a hidden width of at most 256."""
+    """Four heads of unchanged width. The ratio of query to key heads stays, and so does the ratio of the widths in
+    _WITH_HIDDEN to the hidden width. Without attention, the hidden width is at most 256."""
     heads, hidden = getattr(text, "num_attention_heads", None), int(text.hidden_size)
     if heads is None:
         text.hidden_size = min(hidden, _HIDDEN)

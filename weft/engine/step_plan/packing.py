@@ -1,8 +1,9 @@
-"""Assigns documents to rows: the search of the step plan. Plain integers in, lists of document indices out.
+"""Assigns documents to rows: the search of the step plan. It reads plain integers and returns lists of document
+indices.
 
 Costs are integers, so that sums do not depend on their order, and every rank computes the same rows on any machine. n
-rows form micro-batches of `ranks` rows each; the time of a plan is the sum over micro-batches of their largest row
-cost, which, given the rows, is least when rows are sorted by cost.
+rows form micro-batches of `ranks` rows each; the time of a plan is the sum, over micro-batches, of the largest cost of
+a row. For given rows, this time is smallest if micro-batches are formed from the rows sorted by cost.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ class StepPlan:
 
     def has_images(self, micro_batch: int) -> bool:
         """Whether every rank runs the vision tower in this micro-batch: if any rank has images in it. In the last
-        micro-batch, if any has, because gradients may be reduced there."""
+        micro-batch, the tower runs if any micro-batch of the step has images, because gradients may be reduced
+        there."""
         last = micro_batch == self.micro_batches - 1
         rows = self.rows if last else (self.rows[micro_batch],)
         return any(self.documents[index].patches for ranks in rows for row in ranks for index in row)
@@ -371,7 +372,7 @@ class _Dealing:
         )
 
     def _pieces(self, row: _Row, items: Sequence[PlanItem]) -> _Row:
-        """document -> its tokens there, from the same for items; only items of one document are split."""
+        """Converts a row's `item -> tokens` to `document -> tokens`. Only items of one document are split."""
         cut = {
             items[n].documents[0]: intervals
             for n, intervals in row.items()

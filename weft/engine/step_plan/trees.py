@@ -1,6 +1,6 @@
 """Trees in the step plan: documents that share a prefix are assigned to rows together, and laid out as segments.
 
-Plain integers in and out, equal on every rank. Paths: see weft/engine/batch/prefixes.py.
+All inputs and results are plain integers, equal on every rank. Paths: see weft/engine/batch/prefixes.py.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ class SyncServer:
 
 @contextmanager
 def _at_engine(name: str) -> Iterator[None]:
-    """Inside, a SyncError is one at this engine."""
+    """A context that adds this engine's name to a SyncError."""
     try:
         yield
     except SyncError as error:

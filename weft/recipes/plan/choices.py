@@ -129,8 +129,8 @@ def fitting(
     every_policy: bool = True,
 ) -> tuple[list[tuple[Choice, int, T]], tuple[int, Choice]]:  # fmt: skip
     """([(settings, bytes, result)] of the first settings of each policy that fit, the settings that need least and
-    their bytes). measure: returns the bytes that settings need, and a result. every_policy: also policies that come
-    after one whose first settings fit, and take more time."""
+    their bytes). measure: returns the bytes that settings need, and a result. every_policy: also return slower
+    policies, which come after a policy whose first settings fit."""
     matches: list[tuple[Choice, int, T]] = []
     least: tuple[int, Choice] | None = None
     for options in by_policy:

@@ -192,7 +192,8 @@ def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
 def _unit(
     facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int, compute: int
 ) -> UnitShare:
-    """compute: bytes of an element of the compute dtype, in which elements are counted: quantised ones are fewer."""
+    """compute: bytes of an element in the compute dtype. Elements are counted in this unit, so a quantised weight has
+    fewer."""
 
     def padded(shape: tuple[int, ...]) -> int:
         return shard_elements(shape, shards, 0) * shards

@@ -1,7 +1,7 @@
 """The assumptions of a plan about accelerators, the links between them and their hosts.
 
-Rates come from launch/accelerators.py, which has those of the vendors' data sheets. The shares of a rate that a run
-reaches are assumptions, which are printed and can be overridden. Measurements of `make gpu` on an accelerator
+Rates come from launch/accelerators.py, which has the numbers of the vendors' data sheets. The shares of a rate that a
+run reaches are assumptions, which are printed and can be overridden. Measurements of `make gpu` on an accelerator
 (measured/NAME.json, written by benchmarks/gpu.py) replace both.
 """
 

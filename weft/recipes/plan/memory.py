@@ -87,7 +87,7 @@ def memory_of(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, activations: Activations | None = None
 ) -> Memory:
     """The memory of the rank that needs most, on the pipeline stage that needs most. rows: of a step; None for rows of
-    step.max_tokens_per_device, enough of them for a pipeline. activations: None for those of the config."""
+    step.max_tokens_per_device, enough of them for a pipeline. activations: None for the activations of the config."""
     return max(memory_by_stage(model, mesh, rows, activations), key=lambda memory: memory.fullest)
 
 

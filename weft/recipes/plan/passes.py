@@ -124,7 +124,8 @@ class _FusedNorms(TorchFunctionMode):
 
 
 class _Norm(torch.autograd.Function):
-    """Forward reads a row and writes one. Backward reads two and writes one, and two for the weight's gradient."""
+    """Forward reads one row and writes one. Backward reads two rows and writes one; the weight's gradient costs two
+    more."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class _Work:
 def time_of(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, activations: Activations | None = None
 ) -> StepTime:
-    """The time of a step of these rows. activations: None for those of the config."""
+    """The time of a step of these rows. activations: None for the activations of the config."""
     chosen = Activations.of(model.config) if activations is None else activations
     holdings = shares_by_stage(model, mesh)
     moved = [

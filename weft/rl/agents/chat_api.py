@@ -138,7 +138,8 @@ def most_tokens(value: Mapping[str, Any], name: str) -> int | None:
 
 
 def offered(value: Mapping[str, Any], tools: Any) -> tuple[Mapping[str, Any], ...]:
-    """The tools that the policy may call, by `tool_choice`. tools: of the request, as of chat completions."""
+    """The tools that the policy may call, by `tool_choice`. tools: of the request, in the format of chat
+    completions."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise HttpError(400, "`tools` must be a list of objects", param="tools")
     choice = value.get("tool_choice", "auto")
@@ -191,8 +192,8 @@ def _arguments(value: Any) -> Any:
 
 
 def parses_calls(template: str) -> bool:
-    """Whether a chat template writes calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as of Qwen3
-    and Hermes, the format that parse_answer reads."""
+    """Whether a chat template writes calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, like the
+    templates of Qwen3 and Hermes; parse_answer reads this format."""
     return "<tool_call>" in template and not any(mark in template for mark in ("<function=", "<arg_key>"))
 
 

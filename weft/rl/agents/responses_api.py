@@ -136,7 +136,7 @@ def _text(content: Any, name: str) -> str:
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:
-    """A function as of chat completions."""
+    """A function in the format of chat completions."""
     function = _read(tool, name, _TOOLS)
     return {"type": function.pop("type"), "function": function}
 

@@ -29,7 +29,7 @@ DECLARES = (
         reads=("clip",),
         clipping="all",
     ),
-    # MiniMax 2025, equations 4 and 5: no bound below. The upper bound is that of Khatri et al. 2025, arXiv:2510.13786.
+    # MiniMax 2025, equations 4 and 5: no lower bound. Upper bound: Khatri et al. 2025, arXiv:2510.13786.
     AlgorithmSpec(
         "cispo",
         "2506.13585",

@@ -49,7 +49,8 @@ class Environment:
 
     async def start(self, prompt: Prompt) -> Reply | None:
         """Called before the first answer. prompt: has all columns of its row. May return a Reply, whose messages follow
-        those of the prompt (a first one of the user is joined to a last one); its reward and notes count as of step."""
+        those of the prompt (a first one of the user is joined to a last one); its reward and notes count like those of
+        a reply of `step`."""
 
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
         """The reply to an answer. text: the decoded answer without its end token. tokens: with the end token."""

@@ -130,7 +130,8 @@ class Rewards:
     async def try_out(self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[str]:
         """Call each function once, with placeholder answers to the first prompt that it scores and all columns of that
         row. Returns a line per function with its values; UserError if a function raises, or returns no number, for each
-        answer. Of a function that exceeds the time limit, or of a run with an environment, errors are in the line.
+        answer. If a function exceeds the time limit, or if the run has an environment, its errors are in the line
+        instead.
 
         encode: the tokens of a text. Call start() first.
         """

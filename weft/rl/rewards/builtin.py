@@ -41,8 +41,9 @@ def exact_match(
 def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> list[float]:
     """1 where the pattern (a Python regular expression whose `.` also matches line breaks) is found.
 
-    If the pattern has groups, the first group of the last match must equal the reference answer. Of a reference that
-    has the pattern with more than the group in it, such as GSM8K's `... #### 42` for `#### (.+)`, the group counts.
+    If the pattern has groups, the first group of the last match must equal the reference answer. If the pattern also
+    matches in the reference, and matches more than the group, as `#### (.+)` in GSM8K's `... #### 42`, the group is the
+    reference answer.
     """
     compiled = re.compile(pattern, re.DOTALL)
     texts = [completion_text(completion) for completion in completions]
