@@ -1,5 +1,5 @@
 """Quick starts of verl, TRL, ROLL and Miles: `weft migrate`, then only paths, sizes and the engine change, then
-`weft rl` with the same roles, placement and algorithm. docs/coming-from/quick-starts.md tells what came of 20 steps."""
+`weft rl` with the same roles, placement and algorithm. docs/coming-from/quick-starts.md has the results of 20 steps."""
 
 from __future__ import annotations
 

@@ -366,15 +366,15 @@ def of_read_models() -> dict[str, FaultCase]:
                 phase = "readout"
             fault = Fault(do="kill", phase=phase, step=step, rank=1, role=model)
             common: dict[str, Any] = {"command": command, "when": when}
-            cases_by_name[f"{name} is killed, being {doing}"] = FaultCase(
+            cases_by_name[f"{name} is killed while it is {doing}"] = FaultCase(
                 fault, 2, 10, ["^rank 1 was killed by SIGKILL", message], words, **common
             )
-            cases_by_name[f"{name} raises, being {doing}"] = FaultCase(
+            cases_by_name[f"{name} raises while it is {doing}"] = FaultCase(
                 replace(fault, do="raise"), 2, 1, ["^rank 1 failed: RuntimeError: boom", message], words,
                 traceback=True,
                 **common,
             )  # fmt: skip
-            cases_by_name[f"{name} is stopped, being {doing}"] = FaultCase(
+            cases_by_name[f"{name} is stopped while it is {doing}"] = FaultCase(
                 replace(fault, do="stop"), 2, 11, [r"^rank 1 .*is stopped \(SIGSTOP\)", message],
                 [*words, "train.timeout=4"], within=90.0, **common,
             )  # fmt: skip

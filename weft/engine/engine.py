@@ -595,8 +595,9 @@ class Engine:
     def sleep(self, *parts: Part) -> int:
         """Move these parts, by default all, to the host until wake(), to free device memory; returns the bytes freed.
 
-        parameters; optimizer: its state and the average of the weights; gradients: those accumulated. It does not move
-        parts that already sleep or are always on the host (fsdp.cpu_offload), and parameters in `lent_storages`.
+        parameters; optimizer: its state and the average of the weights; gradients: the accumulated gradients. It does
+        not move parts that already sleep or are always on the host (fsdp.cpu_offload), and parameters in
+        `lent_storages`.
         """
         flight.enter("sleep")
         for unit in fsdp_modules(self.module):

@@ -403,7 +403,7 @@ class Verl(Algorithm):
             ahead = self.number("async_training.staleness_threshold") if self.asynchronous else 1
             self.take("cluster.max_staleness", math.ceil(ahead), "async_training.staleness_threshold")
             if ahead != math.ceil(ahead):
-                self.differs("samples ahead of the weights", f"{ahead:g} of those between two syncs",
+                self.differs("samples ahead of the weights", f"{ahead:g} of the samples between two syncs",
                              f"up to {math.ceil(ahead)} version")  # fmt: skip
         if gpus:
             self.take("cluster.trainer_ranks", gpus, "trainer.n_gpus_per_node", f"{gpus} GPUs")

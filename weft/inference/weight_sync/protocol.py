@@ -261,7 +261,9 @@ def check_manifest(manifest: Mapping[str, TensorHeader], expected: Mapping[str, 
         raise SyncError(f"the model has no tensors for {', '.join(unknown[:3])} ({len(unknown)} tensors in all)")
     for name, shape in expected.items():
         if manifest[name].shape != tuple(shape):
-            raise SyncError(f"the sync contains {name} as {manifest[name]}, but the model's is {list(shape)}")
+            raise SyncError(
+                f"the sync contains {name} as {manifest[name]}, but in the model its shape is {list(shape)}"
+            )
 
 
 # ---------------------------------------------------------------- the engine's side
