@@ -154,6 +154,6 @@ def test_prompts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(UserError, match=r"additions\.jsonl:5: has `body`.*Or skip such rows with data\.bad_rows=drop"):
         start(task, tmp_path / "run", "train.steps=1")
     start(task, tmp_path / "other", "train.steps=1", "data.bad_rows=drop")
-    assert "4 prompts of 6 to 6 tokens; 2 bad rows omitted" in capsys.readouterr().out
+    assert "4 prompts of 6 tokens; 2 bad rows omitted" in capsys.readouterr().out
     written = [json.loads(line)["error"] for line in (tmp_path / "other/bad_rows.jsonl").read_text().splitlines()]
     assert "additions.jsonl:5: has `body`" in written[0] and "additions.jsonl:6: `prompt` is empty" in written[1]

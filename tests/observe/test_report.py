@@ -371,7 +371,7 @@ def test_a_page_about_reinforcement_learning(tmp_path: Path) -> None:
     for words in (
         "Reward 0.5000 the last step; the first: 0.2500", "Held-out accuracy 0.7500 best, at step 4; last: 0.7500",
         "The best of rollout step 2 <i>question</i> 0 reward 1 (exact 1, style 0.25); 2 tokens, ended "
-        "<b>right</b>", "The worst of rollout step 2 <i>question</i> 0 reward 0 ", "all of them: weft rollouts",
+        "<b>right</b>", "The worst of rollout step 2 <i>question</i> 0 reward 0 ", "all samples: weft rollouts",
     ):  # fmt: skip
         assert words in shown.text, words
     assert "<b>right</b>" not in text and "<i>" not in text and "failed" not in shown.text

@@ -89,7 +89,7 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
         assert not list((ROOT / "examples/models" / name).glob("*.safetensors")), "the test is of a config alone"
     if words[0] == "rl":
         assert ("reward   " in out or "teacher" in out) and "memory of a rank" in out and "None x" not in out
-        prompts = "200 prompts of 5 to 8 tokens" if "style" in path.stem else "1 prompts of 6 to 6 tokens"
+        prompts = "200 prompts of 5 to 8 tokens" if "style" in path.stem else "1 prompt of 6 tokens"
         assert "prompts  " in out if name in PARAMETERS else prompts in out
 
 

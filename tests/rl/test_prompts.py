@@ -165,7 +165,7 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
     ]
     assert [p.columns["answer"] for p in prompts] == ["1", "2", "3"]
     assert prompts[1].columns["data_source"] == "openai/gsm8k" and prompts[1].columns["extra_info"]["index"] == 1
-    assert str(prompts).endswith("train.parquet: 3 prompts of 29 to 29 tokens")
+    assert str(prompts).endswith("train.parquet: 3 prompts of 29 tokens")
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "saved", "memory"])

@@ -128,8 +128,8 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
     groups["ep"] = ranks.reshape(-1, mesh.ep_size, mesh.tp_size).movedim(1, -1).reshape(-1, mesh.ep_size).tolist()
     meaning = {
         "pp": "the same documents; each stage has consecutive layers",
-        "dp_replicate": "other documents; replicas of the shards, gradients summed",
-        "dp_shard": "other documents; parameters, gradients and optimizer state sharded (FSDP2)",
+        "dp_replicate": "different documents; replicas of the shards, whose gradients are summed",
+        "dp_shard": "different documents; parameters, gradients and optimizer state are sharded (FSDP2)",
         "cp": "parts of long documents; sharded as over dp_shard",
         "tp": "the same documents; heads, intermediate widths, vocabulary"
         f"{', tokens between blocks' * engine.divided.sequence} split",

@@ -52,7 +52,7 @@ def engine_table(engines: Sequence[EngineRow]) -> Table:
         parts = (engine.weights, engine.gradients, engine.optimizer, engine.resident or None, engine.gathered)
         rows.append((engine.name, *(byte_count(part) if part else "" for part in parts), engine.note))
     total = byte_count(sum(engine.resident for engine in engines))
-    return new_table("memory of a rank", *columns, rows=rows, total=("all", "", "", "", total, "", "side by side"))
+    return new_table("memory of a rank", *columns, rows=rows, total=("all", "", "", "", total, "", "at the same time"))
 
 
 def mesh_table(axes: Iterable[AxisRow]) -> Table:

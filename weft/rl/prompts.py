@@ -38,6 +38,7 @@ from weft.models.facts import position_limit
 from weft.rl.chat import ChatRenderer
 from weft.rl.environments.base import environment_class
 from weft.strict_json import check_unicode
+from weft.terminal import counted
 
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 
@@ -116,7 +117,9 @@ class Prompts(Sequence[Prompt]):
 
     def __str__(self) -> str:
         lengths = [len(prompt.tokens) for prompt in self.prompts]
-        text = f"{self.label}: {len(self):,} prompts of {min(lengths):,} to {max(lengths):,} tokens"
+        shortest, longest = min(lengths), max(lengths)
+        tokens = f"{shortest:,} to {longest:,} tokens" if shortest < longest else counted(longest, "token")
+        text = f"{self.label}: {counted(len(self), 'prompt')} of {tokens}"
         text += f"; {self.dropped:,} longer ones dropped" if self.dropped else ""
         return text + (f"; {len(self.bad):,} bad rows omitted" if self.bad else "")
 
