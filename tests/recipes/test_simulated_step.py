@@ -430,7 +430,7 @@ def test_the_command_says_what_a_rank_does(rows: str, capsys: pytest.CaptureFixt
         assert f"rank {rank} ran a step on tensors without values: {ran} of 8 micro-batches" in out
         assert f"memory of rank {rank}, rank {stage} of mesh.pp, simulated" in out
         assert f"collectives of rank {rank} in these micro-batches" in out
-    assert "experts get equal numbers of tokens" in out
+    assert "equal numbers of tokens for all experts" in out
 
 
 def test_rl_is_simulated_with_its_own_loss(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -473,7 +473,7 @@ def test_contexts_and_fragments_are_added_to_a_simulated_peak(capsys: pytest.Cap
     for room, fits in ((43, True), (41, False)):
         show_simulated(shown, estimated, room << 30)
         out = " ".join(capsys.readouterr().out.split())
-        assert f"with 2 GiB for CUDA and NCCL contexts and fragments: 42 GiB of {room} GiB" in out
+        assert f"with 2 GiB for CUDA and NCCL contexts and fragmentation: 42 GiB of {room} GiB" in out
         assert ("does not fit" not in out) == fits
 
 

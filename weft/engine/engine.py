@@ -606,13 +606,11 @@ class Engine:
         freed = 0
         for part in to_move:
             tensors = tensors_of(part, self.module, self.optimizer, self.ema)
-            freed += self.offloader.sleep(part, (tensor for tensor in tensors if not self._is_lent(tensor)))
+            own = (t for t in tensors if local_shard(t).untyped_storage().data_ptr() not in self.lent_storages)
+            freed += self.offloader.sleep(part, own)
         if self.device_copies is not None and "parameters" in to_move:
             freed += self.device_copies.free()
         return freed
-
-    def _is_lent(self, tensor: Tensor) -> bool:
-        return local_shard(tensor).untyped_storage().data_ptr() in self.lent_storages
 
     def wake(self, *parts: Part) -> int:
         """Bring these parts, by default all, back bit for bit; returns the bytes."""

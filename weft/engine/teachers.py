@@ -174,7 +174,12 @@ def with_readings(
 ) -> dict[int, Document]:
     """The documents with their teachers' outputs (TeacherSource.read). All documents get arrays of the same names and
     widths, because a row joins them; narrower arrays are padded."""
-    arrays = {index: _arrays(read[index]) if index in read else _row_lists(d) for index, d in local.items()}
+    arrays = {
+        index: _arrays(read[index])
+        if index in read
+        else {name: document.arrays[name] for name in (TOP_IDS, TOP_LOGPROBS)}
+        for index, document in local.items()
+    }
     widths: dict[str, int] = {}
     for of_document in arrays.values():
         for name, values in of_document.items():
@@ -198,10 +203,6 @@ def _arrays(values: Tensor) -> dict[str, Tensor]:
         return {HIDDEN: values}
     ids, bits = values.chunk(2, 1)
     return {TOP_IDS: ids, TOP_LOGPROBS: bits.contiguous().view(torch.float32)}
-
-
-def _row_lists(document: Document) -> dict[str, Tensor]:
-    return {name: document.arrays[name] for name in (TOP_IDS, TOP_LOGPROBS)}
 
 
 def exchange(

@@ -152,7 +152,8 @@ class Verl(Algorithm):
         self.devices(gpus)
         self.steps()
         for name in self.settings:
-            if self.handles(name) and name not in DEFAULTS and name not in _CRITIC and not _is_idle(name):
+            has_effect = not any(fnmatchcase(name, pattern) for pattern in _CRITIC_IDLE)
+            if self.handles(name) and name not in DEFAULTS and name not in _CRITIC and has_effect:
                 self.draft.notes[name] = self.draft.advice(name) or "weft does not know this name."
 
     def data(self) -> None:
@@ -463,7 +464,3 @@ class Verl(Algorithm):
         (self.agrees if constant or updates == 1 else self.differs)(
             "schedule of the learning rate", text, f"{draft.value('schedule.name')}, of each update"
         )
-
-
-def _is_idle(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _CRITIC_IDLE)

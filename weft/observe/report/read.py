@@ -129,7 +129,9 @@ def read_run(folder: Path, tail: MetricsTail | None = None) -> ReportedRun:
         config_text=_read_text(folder / "config.yaml", notes)[:_MAX_CONFIG],
         lines=lines,
         summary=_read_summary(folder / "summary.json", notes),
-        samples=_read_answers(folder, notes) if tail is None else (),
+        samples=[line for line in _read_lines(folder / "samples.jsonl", notes) if "answer" in line]
+        if tail is None
+        else (),
         checkpoints=_checkpoints(folder / "checkpoints") if tail is None else (),
         rollouts=rollouts,
         over_time=samples_over_time(folder, notes) if tail is None else (),
@@ -174,10 +176,6 @@ class MetricsTail:
 
 def _has_step(line: Line) -> bool:
     return type(step := line.get("step")) is int and 0 <= step < _MAX_STEP
-
-
-def _read_answers(folder: Path, notes: list[str]) -> list[Line]:
-    return [sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample]
 
 
 def _read_text(path: Path, notes: list[str]) -> str:
