@@ -6,17 +6,18 @@ import gc
 import json
 import math
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any
-from unittest.mock import NonCallableMock
 
 import pytest
 
 from tests.support.lanes import is_unit
+from tests.support.replacements import replacements
 
 # Before torch is imported. With more, threads of one worker wait for cores that the other has: up to ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,12 +28,20 @@ os.environ.pop("COLUMNS", None)
 
 SECONDS = Path(__file__).parent / "seconds.json"  # of each file, in the last whole run that recorded them
 _SHOWN = 10  # files
+_SHARED = "WEFT_TESTS_SHARED"  # a variable: the folder of tests/support/shared_results.py
 _REPLACING = {"mock", "patch", "planted"}  # names that a module of tests imports
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-seconds", action="store_true", help=f"write the seconds of each file to {SECONDS.name}")
     parser.addoption("--in-order", action="store_true", help="run files in the order in which they are named")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers and all processes of tests share a folder, and no other run of pytest does, such as one with a mutant."""
+    if not hasattr(config, "workerinput"):
+        os.environ[_SHARED] = folder = tempfile.mkdtemp(prefix="weft-shared-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def file_of(nodeid: str) -> str:
@@ -120,22 +129,7 @@ def _no_replacement_outlives_its_file() -> Iterator[None]:
     """What a test replaces in the package is put back. Two threads that replace the same function restore each other's
     replacement; later files of the same worker would then fail, or not, by the order of files."""
     yield
-    assert not (remaining := list(replacements())), f"left in the package by this file: {', '.join(remaining)}"
-
-
-def replacements() -> Iterator[str]:
-    """Functions, classes and mocks of tests among the attributes of the package's modules and classes."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "weft":
-            continue
-        for holder in (module, *(item for item in vars(module).values() if _defined_in(item) == name)):
-            for key, item in list(vars(holder).items()) if isinstance(holder, (type, ModuleType)) else ():
-                if isinstance(item, NonCallableMock) or str(_defined_in(item)).startswith("tests."):
-                    yield f"{name}.{getattr(holder, '__qualname__', '')}.{key}".replace("..", ".")
-
-
-def _defined_in(item: object) -> object:
-    return getattr(item, "__module__", None) if isinstance(item, (type, FunctionType)) else None
+    assert not (remaining := list(replacements("weft"))), f"left in the package by this file: {', '.join(remaining)}"
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

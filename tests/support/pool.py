@@ -170,6 +170,7 @@ def _serve(pipe: Connection, errors: str) -> None:
     torch.set_num_threads(1)
     torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++, of all threads
     gc.freeze()  # what is imported need not be looked through after every case
+    gc.set_threshold(20_000, 10, 10)  # each case ends with a collection; those within it look through all of autograd
     while True:
         try:
             rank, world, store, function, args, timeout = pipe.recv()
@@ -188,6 +189,9 @@ def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], ar
     from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    from tests.support.shared_results import share_again
+
+    share_again()
     dist.init_process_group(
         "gloo", store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )

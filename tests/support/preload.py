@@ -12,7 +12,7 @@ MODULES = (
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.launcher.api", "transformers",
     "weft.engine.engine", "weft.recipes.training", "weft.cli", "weft.recipes.rl", "weft.recipes.sft",
     "weft.models.hf_processor", "weft.models.hf_video", "weft.launch.consistency", "weft.launch.summary",
-    "numpy.ma", "transformers.models.llama.modeling_llama",
+    "tests.support.shared_results", "numpy.ma", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 for name in MODULES:
     with contextlib.suppress(ImportError):
@@ -25,5 +25,6 @@ for name in ("weft.launch.consistency", "weft.launch.summary"):
     sys.modules[name].versions()  # kept, so that forks need not read the code and the packages' descriptions
 # transformers compiles 800 regular expressions when it reads the first of its rules.
 sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
+sys.modules["tests.support.shared_results"].share_checks()
 gc.freeze()  # else the first collection in each fork copies all that it shares with the server
 gc.enable()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.engine.selfcheck.architecture import fresh_checks
+from weft.engine.selfcheck.architecture import replaced_code
 from weft.errors import UserError
 from weft.launch.process import rank_and_world, world_group
 from weft.verify.bugs import (  # they register their bugs
@@ -69,7 +69,7 @@ def planted(name: str | None) -> Iterator[Plant | None]:
 
     setattr(owner, attribute, replacement)
     try:
-        with fresh_checks():
+        with replaced_code(bug.name):
             yield plant
     finally:
         setattr(owner, attribute, original)

@@ -50,7 +50,13 @@ KNOWN_LAYER_TYPES = {
 
 
 Check = TypeVar("Check", bound=Callable[..., Any])
-_results: dict[tuple[Any, ...], Any] = {}
+results: dict[tuple[Any, ...], Any] = {}  # of the checks that this process has run
+_replaced: list[str] = []  # names of the code that is replaced now
+
+
+def compute_result(config: PretrainedConfig, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+    """The result of a check that this process has not run. Tests replace this function (support/shared_results.py)."""
+    return compute()
 
 
 def once_per_process(check: Check) -> Check:
@@ -60,36 +66,37 @@ def once_per_process(check: Check) -> Check:
 
     @wraps(check)
     def cached(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
-        of_config = (type(config), config.to_json_string(use_diff=False))
-        key = (check.__qualname__, *of_config, args, tuple(sorted(kwargs.items())))
-        if key not in _results:
+        def compute() -> Any:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             try:
-                _results[key] = check(config, *args, **kwargs)
+                return check(config, *args, **kwargs)
             finally:
                 torch.set_num_threads(threads)
-        return _results[key]
+
+        of_config = (type(config), config.to_json_string(use_diff=False))
+        key = (check.__qualname__, *_replaced, *of_config, args, tuple(sorted(kwargs.items())))
+        if key not in results:
+            results[key] = compute_result(config, key, compute)
+        return results[key]
 
     return cast(Check, cached)
 
 
 def forget_checks() -> None:
     """Drop all cached results. Call this when code that the checks run was replaced."""
-    _results.clear()
+    results.clear()
 
 
 @contextmanager
-def fresh_checks() -> Iterator[None]:
-    """Inside, cached results are not used, because code that checks run is replaced. Afterwards the earlier results are
-    valid again."""
-    before = dict(_results)
-    _results.clear()
+def replaced_code(name: str) -> Iterator[None]:
+    """Inside, code that checks run is replaced. Their results are kept under this name; afterwards the earlier results
+    are valid again."""
+    _replaced.append(name)
     try:
         yield
     finally:
-        _results.clear()
-        _results.update(before)
+        _replaced.pop()
 
 
 @dataclass(frozen=True)
