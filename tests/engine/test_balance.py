@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
+from tests.support.cases import describe, open_engine, pairs, parity_of_two_steps, saved_model, world_of
 from tests.support.pool import run
 from weft.config import load_config
 from weft.engine.losses.base import CrossEntropy
@@ -110,7 +110,7 @@ AUX_STEP = {**AUX, "router_aux_loss": "step"}
     ], [("qwen3_moe", "1", {}), ("gpt_oss", "pp2", {})]),
 )  # fmt: skip
 def test_parity_with_transformers_own_loss_of_each_document(family: str, mesh: str, model: dict[str, Any]) -> None:
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"model": {**AUX, **model}})[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, {"model": {**AUX, **model}})[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -123,13 +123,13 @@ def test_parity_with_transformers_own_loss_of_each_document(family: str, mesh: s
     ], [("qwen3_moe", "1", {}), ("mixtral", "2", {}), ("gpt_oss", "2x2", {})]),
 )  # fmt: skip
 def test_parity_with_transformers_own_loss_of_the_whole_step(family: str, mesh: str, model: dict[str, Any]) -> None:
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"model": {**AUX_STEP, **model}})[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, {"model": {**AUX_STEP, **model}})[0]
     assert verdict.passed, describe(verdict)
 
 
 @pytest.mark.parametrize(("mesh", "model"), [("pp2i", AUX), ("pp2v", AUX_STEP)])
 def test_parity_in_several_stages_per_rank(mesh: str, model: dict[str, Any]) -> None:
-    verdict = run(2, parity, saved_model("qwen3_moe", num_hidden_layers=4), mesh, {"model": model})[0]
+    verdict = run(2, parity_of_two_steps, saved_model("qwen3_moe", num_hidden_layers=4), mesh, {"model": model})[0]
     assert verdict.passed, describe(verdict)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.cases import describe, open_engine, parity, saved_model
+from tests.support.cases import describe, open_engine, parity, parity_of_two_steps, saved_model
 from tests.support.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.describe import dtype_rows
@@ -27,7 +27,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_parity(family: str) -> None:
     sections = {"fsdp": {"cast_forward_inputs": ("model.layers.*", "lm_head")}, "model": {"recompute": "full"}}
-    verdict = run(2, parity, saved_model(family), "2", sections)[0]
+    verdict = run(2, parity_of_two_steps, saved_model(family), "2", sections)[0]
     assert verdict.passed, describe(verdict)
 
 

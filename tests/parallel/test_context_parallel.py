@@ -18,7 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.cases import describe, open_engine, pairs, parity, saved_model, traced_parity, world_of
+from tests.support.cases import (
+    describe,
+    open_engine,
+    pairs,
+    parity,
+    parity_of_two_steps,
+    saved_model,
+    traced_parity,
+    world_of,
+)
 from tests.support.pool import run
 from tests.support.vision_zoo import vision_config, vision_tokenizer
 from tests.support.zoo import tiny_config
@@ -72,7 +81,7 @@ DEALT_WHOLE = [("recurrent_gemma", "cp2"), ("falcon", "cp2")]  # whose layers re
 @pytest.mark.covers("mesh.cp")
 @pytest.mark.parametrize(("family", "mesh"), pairs(CASES, TABLE))
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, SHORT)[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, SHORT)[0]
     assert verdict.passed, describe(verdict)
     assert "were split over" in verdict.remarks[-1]
 
@@ -81,7 +90,7 @@ def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
 @pytest.mark.table
 def test_eight_ranks_on_three_axes() -> None:
     """Two replicas of two shards, each of two ranks that share documents: ROLL's example, fsdp 4 and ulysses 2."""
-    verdict = run(8, parity, saved_model("llama"), "2x2xcp2", SHORT, timeout=300)[0]
+    verdict = run(8, parity_of_two_steps, saved_model("llama"), "2x2xcp2", SHORT, timeout=300)[0]
     assert verdict.passed, describe(verdict)
     assert "were split over" in verdict.remarks[-1]
 
@@ -100,7 +109,7 @@ BALANCED_BY_STEP = "experts balanced by step"  # the suite has it on ep and cp: 
 
 @pytest.mark.parametrize("name", pairs([(k,) for k in KNOBS if k != BALANCED_BY_STEP], [(BALANCED_BY_STEP,)]))
 def test_with_other_knobs(name: str) -> None:
-    verdict = run(2, parity, saved_model("qwen3_moe"), "cp2", SHORT | KNOBS[name])[0]
+    verdict = run(2, parity_of_two_steps, saved_model("qwen3_moe"), "cp2", SHORT | KNOBS[name])[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -109,7 +118,9 @@ def test_with_other_knobs(name: str) -> None:
 ], ids=["adapters", "gradients of weights later"])  # fmt: skip
 def test_layers_that_carry_state_with_other_knobs(family: str, mesh: str, sections: dict[str, Any]) -> None:
     """Slices of adapters; slices of weights, which are no leaves."""
-    verdict = run(world_of(mesh), parity, saved_model(family, num_hidden_layers=4), mesh, SHORT | sections)[0]
+    verdict = run(
+        world_of(mesh), parity_of_two_steps, saved_model(family, num_hidden_layers=4), mesh, SHORT | sections
+    )[0]
     assert verdict.passed, describe(verdict)
     assert "were split over" in verdict.remarks[-1]
 
@@ -122,7 +133,7 @@ def test_with_compiled_layers() -> None:
 
 @pytest.mark.parametrize(("family", "mesh"), DEALT_WHOLE, ids=map(" ".join, DEALT_WHOLE))
 def test_documents_that_cannot_be_cut_are_dealt_whole(family: str, mesh: str) -> None:
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {})[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, {})[0]
     assert verdict.passed, describe(verdict)
     assert "not split" in verdict.remarks[-1]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from tests.support.cases import describe, open_engine, parity, saved_model, world_of
+from tests.support.cases import describe, open_engine, parity_of_two_steps, saved_model, world_of
 from tests.support.pool import run
 from weft import upstream
 from weft.config.schema import FsdpConfig
@@ -35,7 +35,7 @@ from weft.verify.observed import to_documents
 )
 def test_parity(family: str, mesh: str, sections: dict[str, Any]) -> None:
     sections = {**sections, "fsdp": {**sections.get("fsdp", {}), "cpu_offload": True}}
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, sections)[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, sections)[0]
     assert verdict.passed, describe(verdict)
 
 

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.cases import describe, graphs_as_traced, open_engine, pairs, parity, saved_model, world_of
+from tests.support.cases import (
+    describe,
+    graphs_as_traced,
+    open_engine,
+    pairs,
+    parity_of_two_steps,
+    saved_model,
+    world_of,
+)
 from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.engine.batch.document import Document
@@ -65,14 +73,14 @@ KNOBS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("family", "mesh"), pairs(CASES, TABLE))
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, SHORT if "cp" in mesh else {})[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, SHORT if "cp" in mesh else {})[0]
     assert verdict.passed, describe(verdict)
 
 
 @pytest.mark.parametrize("name", KNOBS)
 def test_with_other_knobs(name: str) -> None:
     family, mesh, sections = KNOBS[name]
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, sections)[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, sections)[0]
     assert verdict.passed, describe(verdict)
 
 

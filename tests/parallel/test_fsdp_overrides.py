@@ -15,7 +15,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tests.support.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
+from tests.support.cases import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    describe,
+    open_engine,
+    parity,
+    parity_of_two_steps,
+    saved_model,
+    world_of,
+)
 from tests.support.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.describe import parameter_rows, unit_rows
@@ -57,7 +66,7 @@ def test_parity(family: str, mesh: str, overrides: dict[str, Any], reduce: str) 
         "optimizer": {"max_grad_norm": 0.05},  # every step is clipped, so that the weights depend on the norm
         "model": {"recompute": "full" if reduce == "last" else "none"},
     }
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, sections)[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, sections)[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -68,7 +77,7 @@ def test_a_group_that_does_not_divide_the_shards_is_the_unit_itself() -> None:
 
 def test_parity_with_an_integer_reshard() -> None:
     sections = {"fsdp": {"overrides": {"*.mlp": 2, "lm_head": "replicate"}, "reshard_after_forward": 2}}
-    verdict = run(4, parity, saved_model("llama"), "4", sections)[0]
+    verdict = run(4, parity_of_two_steps, saved_model("llama"), "4", sections)[0]
     assert verdict.passed, describe(verdict)
 
 

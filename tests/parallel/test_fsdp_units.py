@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
+from tests.support.cases import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    describe,
+    open_engine,
+    parity,
+    parity_of_two_steps,
+    saved_model,
+    world_of,
+)
 from tests.support.pool import run
 from weft.config.schema import FsdpConfig
 from weft.engine.describe import unit_rows
@@ -116,14 +125,14 @@ def test_a_small_model_on_a_single_cuda_device_is_one_unit() -> None:
 )
 def test_parity(family: str, wrap: Any, recompute: str) -> None:
     sections = {"fsdp": {"wrap": wrap}, "model": {"recompute": recompute}}
-    verdict = run(2, parity, saved_model(family), "2", sections)[0]
+    verdict = run(2, parity_of_two_steps, saved_model(family), "2", sections)[0]
     assert verdict.passed, describe(verdict)
 
 
 @pytest.mark.parametrize(("mesh", "reshard"), [("2x2", False), ("4", 2)])
 def test_parity_on_other_meshes(mesh: str, reshard: bool | int) -> None:
     sections = {"fsdp": {"wrap": ("layers", "Qwen3MoeExperts", "embedding"), "reshard_after_forward": reshard}}
-    verdict = run(world_of(mesh), parity, saved_model("qwen3_moe"), mesh, sections)[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model("qwen3_moe"), mesh, sections)[0]
     assert verdict.passed, describe(verdict)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.parallel.test_pipeline import given, model_of
-from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
+from tests.support.cases import describe, open_engine, pairs, parity_of_two_steps, saved_model, world_of
 from tests.support.pool import run
 from tests.support.resuming import Sections, equal, process, whole_state
 from tests.support.toy_tokenizers import byte_tokenizer
@@ -212,7 +212,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("family", "mesh"), pairs(CASES, TABLE))
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
-    verdict = run(world_of(mesh), parity, model_of(family, mesh), mesh, {})[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, model_of(family, mesh), mesh, {})[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -230,7 +230,7 @@ MORE_KNOBS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "mesh", "sections"), pairs(KNOBS, MORE_KNOBS))
 def test_with_other_knobs(family: str, mesh: str, sections: dict[str, Any]) -> None:
-    verdict = run(world_of(mesh), parity, model_of(family, mesh), mesh, sections)[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, model_of(family, mesh), mesh, sections)[0]
     assert verdict.passed, describe(verdict)
 
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
+from tests.support.cases import describe, open_engine, pairs, parity, parity_of_two_steps, saved_model, world_of
 from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.engine.selfcheck import division as division_check
@@ -48,7 +48,7 @@ TABLE = [
 @pytest.mark.covers("mesh.tp")
 @pytest.mark.parametrize(("family", "mesh"), pairs(CASES, TABLE))
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {})[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, {})[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -59,19 +59,19 @@ def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
                  marks=pytest.mark.table),  # with the bugs of experts on tp2
 ], ids=["recompute and last", "scatter and offload", "balanced experts"])  # fmt: skip
 def test_with_other_knobs(sections: dict[str, Any]) -> None:
-    verdict = run(4, parity, saved_model("qwen3_moe"), "2xtp2", sections)[0]
+    verdict = run(4, parity_of_two_steps, saved_model("qwen3_moe"), "2xtp2", sections)[0]
     assert verdict.passed, describe(verdict)
 
 
 def test_sums_of_channels_with_gradients_of_weights_later() -> None:
     """The gradient of x_proj's weight is made of that of its own output, not of the sum."""
     path = saved_model("mamba", num_hidden_layers=4)
-    verdict = run(4, parity, path, "pp2vxtp2", {})[0]
+    verdict = run(4, parity_of_two_steps, path, "pp2vxtp2", {})[0]
     assert verdict.passed, describe(verdict)
 
 
 def test_an_odd_vocabulary() -> None:
-    verdict = run(2, parity, saved_model("llama_tied", vocab_size=131), "tp2", {})[0]
+    verdict = run(2, parity_of_two_steps, saved_model("llama_tied", vocab_size=131), "tp2", {})[0]
     assert verdict.passed, describe(verdict)
 
 

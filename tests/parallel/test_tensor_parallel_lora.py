@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.models.test_lora import EXPERTS
-from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
+from tests.support.cases import describe, open_engine, pairs, parity, parity_of_two_steps, saved_model, world_of
 from tests.support.pool import run
 from tests.support.resuming import Sections
 from weft.checkpoint import rng
@@ -53,7 +53,7 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     ]),
 )  # fmt: skip
 def test_parity(family: str, mesh: str, sections: Sections) -> None:
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, sections)[0]
+    verdict = run(world_of(mesh), parity_of_two_steps, saved_model(family), mesh, sections)[0]
     assert verdict.passed, describe(verdict)
 
 
