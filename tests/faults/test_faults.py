@@ -45,6 +45,8 @@ def results(shared: Path, request: pytest.FixtureRequest) -> Iterator[Results]:
 
 # Of each, the suite has the same fault at another moment or on a plainer mesh.
 TABLE = (
+    "killed in the reduction", "killed, with experts on other ranks", "killed while reading data",
+    "raises in backward, one rank",
     "killed in backward", "killed in the optimizer", "killed in forward, the last stage",
     "raises in forward, the first stage", "raises in backward, the last stage", "stopped, a stage",
     "stopped, with experts on other ranks", "sleeps outside of collectives, first rank", "not a number, in a pipeline",
