@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,15 @@ def is_a_daemon(completions: Sequence[str], **_: Any) -> list[float]:
     while not os.path.exists(os.environ["STARTED"]):
         time.sleep(0.01)
     return [1.0 for _ in completions]
+
+
+def forks_and_returns_twice(completions: Sequence[str], **_: Any) -> list[float]:
+    os.fork()
+    return [float(len(completion)) for completion in completions]
+
+
+async def gives_a_lock(solution_str: str, ground_truth: str) -> dict[str, Any]:
+    return {"score": 1.0, "lock": threading.Lock() if solution_str == "a" else None}
 
 
 def kills_its_parent(completions: Sequence[str], **_: Any) -> list[float]:

@@ -174,8 +174,9 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
         if size < 0 or len(body) + size > _MOST_BODY:
             raise HttpError(413, f"the body of a request is at most {_MOST_BODY} bytes")
         if size == 0:
-            while (await reader.readline()).strip():
-                pass  # trailers
+            with suppress(ValueError):  # a trailer above the limit of a line
+                while (await reader.readline()).strip():
+                    pass
             return body
         body += await reader.readexactly(size)
         await reader.readexactly(2)

@@ -33,6 +33,7 @@ from weft.rl.environments.base import Reply, load_class
 from weft.rl.user_process import (
     IMPORT_SECONDS,
     add_import_folders,
+    end_if_forked,
     prefer_oom_kill,
     receive,
     send,
@@ -150,7 +151,7 @@ class ForkServer:
 def converse(kind: Callable[[], Any], connection: socket.socket) -> None:
     """Serve calls to one environment, or one run of an agent, until the connection closes: (method, arguments, timeout
     in seconds) -> (result, error)."""
-    stream = connection.makefile("rwb")
+    stream, process = connection.makefile("rwb"), os.getpid()
     environment: Any = None
     while (request := receive(stream)) is not None:
         name, arguments, seconds = request
@@ -166,6 +167,7 @@ def converse(kind: Callable[[], Any], connection: socket.socket) -> None:
             answer = None, f" took more than {seconds:g} seconds"
         except (Exception, SystemExit) as error:
             answer = None, f": {type(error).__name__}: {first_line(error)}"
+        end_if_forked(process)
         try:
             send(stream, answer)
         except Exception as error:  # pickle's; nothing has been written yet
