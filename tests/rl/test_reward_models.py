@@ -41,7 +41,7 @@ from weft.recipes.plan.other_models import OtherModels
 from weft.rl.colocation import DeviceSharing
 from weft.rl.frozen_ranks import FrozenRanks
 from weft.rl.model_engines import policy_config
-from weft.rl.reference_critic import check_readings
+from weft.rl.reference_critic import check_readings, set_readings
 from weft.rl.restarts import RestartBudget
 from weft.rl.reward_models import Conversation, ConversationScorer, RewardModelRank
 from weft.rl.rewards.calls import RewardOutcome
@@ -224,6 +224,8 @@ def test_readings_that_make_no_sense_name_their_role() -> None:
         FloatingPointError, match="the reference returns log probabilities that are not finite, for sample"
     ):
         check_readings("reference", values + np.float32("nan"), first)
+    with pytest.raises(RuntimeError, match="the reference has read 1 of 2 samples"):
+        set_readings([first, first], [{"reference": {0: values}}, {"reference": {}}])
 
 
 APART = ["reward_model.ranks=1", "reference.ranks=1", "rl.kl_coef=0.1", "train.steps=3"]
@@ -285,6 +287,40 @@ def test_ranks_that_die_while_they_start_are_started_again() -> None:
     assert group.starts == 3
     with pytest.raises(ActorError, match="failed 3 times .*, and cluster.frozen_restarts is 2"):
         asyncio.run(FrozenRanks(cast(Any, DyingRanks()), budget(2)).call_all("read_all"))
+
+
+def test_ranks_that_give_an_invalid_answer_are_started_again_once() -> None:
+    """New ranks that give one, too, end the run with its error: their weights are the cause, not their processes."""
+
+    class SpoiltRanks:
+        name, can_restart = "reference rank", True
+
+        def __init__(self, spoilt: int) -> None:
+            self.spoilt, self.calls = spoilt, list[str]()
+
+        async def call_all(self, method: str, *args: Any) -> list[Any]:
+            self.calls.append(method)
+            self.spoilt -= method == "read_all"
+            return [float("nan") if self.spoilt >= 0 else 1.0]
+
+        async def restart(self) -> None:
+            self.calls.append("restart")
+
+    def accept(answers: list[Any]) -> None:
+        if answers != [1.0]:
+            raise FloatingPointError("the reference returns nan")
+
+    async def read(spoilt: int, limit: int = 3) -> tuple[list[Any], list[str]]:
+        group: Any = SpoiltRanks(spoilt)
+        ranks = FrozenRanks(group, budget(limit))
+        await ranks.call_all("open_run", "folder")
+        return await ranks.call_all("read_all", accept=accept), group.calls
+
+    assert asyncio.run(read(0))[1] == ["open_run", "read_all"]
+    assert asyncio.run(read(1)) == ([1.0], ["open_run", "read_all", "restart", "open_run", "read_all"])
+    for spoilt, limit in ((2, 3), (1, 0)):
+        with pytest.raises(FloatingPointError, match="the reference returns nan"):
+            asyncio.run(read(spoilt, limit))
 
 
 @pytest.mark.parametrize(("kind", "key"), [("failed", []), ("killed", ["cluster.frozen_restarts=0"])])

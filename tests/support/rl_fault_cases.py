@@ -231,6 +231,7 @@ def stages() -> dict[str, RlCase]:
 
 
 SCORED, TAUGHT = ["rl.reward=[model:../rm, length]", "reward_model.ranks=1"], ["rl.teacher=../adder-3"]
+TAUGHT_APART = [*TAUGHT, "rl.teacher_in=advantage", "cluster.devices={trainer: 1, teacher: 1}"]
 _making = Lock()
 
 
@@ -243,9 +244,9 @@ def make_models(task: Path) -> None:
 
 
 def read_models() -> dict[str, RlCase]:
-    """A reward model, or a reference, with ranks of its own is killed, or stopped, in every phase that it has: others
-    take their place. Without restarts, and after too many, the run ends. The teacher is in the trainer's ranks. And
-    answers that make no sense."""
+    """A reward model, a reference or a teacher with ranks of its own is killed, stopped, or answers nonsense, in every
+    phase that it has: others take their place. Without restarts, and after too many, the run ends. Then a teacher in
+    the trainer's ranks. And answers that make no sense each time."""
     later, cases = "run/checkpoints/step-000001", dict[str, RlCase]()
     goes_on: dict[str, Any] = {"status": 0, "saved": 3, "lost": ALL, "resumes": False}
     measured = ["rl.kl_coef=0.1", "reference.ranks=1"]
@@ -254,6 +255,8 @@ def read_models() -> dict[str, RlCase]:
         ("reward model", SCORED, "scoring", "computing rewards, step 2", {"phase": "score", "after": later}),
         ("reference", measured, "loading", "loading the models", {"phase": "load"}),
         ("reference", measured, "reading", "computing logprobs, step 2", {"phase": "logprobs", "after": later}),
+        ("teacher", TAUGHT_APART, "loading", "loading the models", {"phase": "load"}),
+        ("teacher", TAUGHT_APART, "reading", "computing logprobs, step 2", {"phase": "logprobs", "after": later}),
     ):
         common: dict[str, Any] = {"when": when, "on": f"Ray, a {model}", **goes_on}
         for do, done, options in (("kill", "killed", []), ("stop", "stopped", SOON)):
@@ -261,6 +264,24 @@ def read_models() -> dict[str, RlCase]:
                 fault=RlFault(who="reference_critic", do=do, step=0, once="once", **fault), words=[*words, *options],
                 says=[rf"restart  {model} ranks are started again, restart 1 of 3", f"{model} ranks load"], **common,
             )  # fmt: skip
+    for model, words in (("reference", measured), ("teacher", TAUGHT_APART)):
+        again = rf"restart  {model} ranks are started again, restart 1 of 3 .*: the {model} "
+        in_step = {"when": "computing logprobs, step 1"}
+        for do, says in (
+            ("NaN once", "returns log probabilities that are not finite"), ("a sample less", r"has read \d+ of 6"),
+            ("a token less", r"has read \(\d+,\) values of sample"),
+        ):  # fmt: skip
+            cases[f"a {model} with ranks of its own gives {do.removesuffix(' once')}"] = RlCase(
+                fault=RlFault(do=do), words=words, says=[again + says, f"{model} ranks load"], **goes_on, **in_step,
+            )  # fmt: skip
+        cases[f"a {model} with ranks of its own gives NaN each time"] = RlCase(
+            fault=RlFault(do="NaN each time"), status=14, words=words, saved=0, **in_step,
+            says=[again, f"error: the {model} returns log probabilities that are not finite, for sample"],
+        )  # fmt: skip
+    cases["a reward model gives too few scores once"] = RlCase(
+        fault=RlFault(do="few scores once"), words=SCORED, when="asking for rewards, step 1", **goes_on,
+        says=[r"restart  reward model ranks .* 1 of 3 .*: the reward model has given \d+ scores for \d+ conversations"],
+    )  # fmt: skip
     scoring: dict[str, Any] = {"who": "reference_critic", "step": 0, "phase": "score", "after": later}
     ends: dict[str, Any] = {"when": "computing rewards, step 2", "on": "Ray, a reward model", "saved": 1}
     cases["a reward model is killed each time"] = RlCase(
@@ -312,6 +333,39 @@ def read_models() -> dict[str, RlCase]:
         fault=RlFault(do="teacher gives NaN"), status=14, words=in_advantage, saved=0,
         says=["teacher returns log probabilities that are not finite, for sample"], when="computing logprobs, step 1",
     )  # fmt: skip
+    return cases
+
+
+CRITIC: dict[str, tuple[str, dict[str, Any], str]] = {
+    "loading": ("loading the models", {"phase": "load", "step": 0}, "loading the model"),
+    "reading values": ("computing logprobs, step 2", {"phase": "logprobs", "step": 1}, "computing logprobs"),
+    "in forward": ("forward, step 2", {"phase": "forward"}, "in step 2 of 3, forward"),
+    "in the optimizer": ("optimizer, step 2", {"phase": "optimizer"}, "in step 2 of 3, optimizer"),
+}
+
+
+def critics() -> dict[str, RlCase]:
+    """A critic with ranks of its own is trained, so its end ends the run; --restarts or --resume goes on."""
+    apart = ["rl.algorithm=ppo", "rl.minibatches=1", "rl.epochs=1", "critic.ranks=1"]
+    cases = {}
+    for name, (when, fault, where) in CRITIC.items():
+        common: dict[str, Any] = {"when": when, "on": "Ray, a critic", "saved": 0 if name == "loading" else 1}
+        cases[f"a critic is killed {name}"] = RlCase(
+            fault=RlFault(who="reference_critic", do="kill", **fault), status=10, words=apart, **common,
+            says=["critic rank 0 died", where],
+        )  # fmt: skip
+        cases[f"a critic is stopped {name}"] = RlCase(
+            fault=RlFault(who="reference_critic", do="stop", **fault), status=11, words=[*apart, *SOON], within=90.0,
+            says=[r"critic rank 0 .*is stopped \(SIGSTOP\)", where], **common,
+        )  # fmt: skip
+    for do, status, says in (
+        ("NaN once", 14, "error: the critic returns values that are not finite, for sample"),
+        ("a sample less", 1, r"the critic has read \d+ of 6 samples"),
+    ):
+        cases[f"a critic with ranks of its own gives {do.removesuffix(' once')}"] = RlCase(
+            fault=RlFault(do=do), when="computing logprobs, step 1", status=status, saved=0, words=apart, says=[says],
+            traceback=status == 1,
+        )  # fmt: skip
     return cases
 
 
@@ -428,7 +482,7 @@ OTHERS = {
         says=[r"port \d+ of this machine, the rendezvous of the ranks \(MASTER_PORT\), is in use"],
     ),
     "Ray cannot start": RlCase(
-        fault=RlFault(do="few files"), when="before loading", status=1, saved=0, on="Ray, 1 rank",
+        fault=RlFault(do="few files"), when="before loading", status=10, saved=0, on="Ray, 1 rank",
         says=["error: Ray could not be started on this machine"],
     ),
     "overlong prompts": RlCase(
@@ -597,6 +651,7 @@ RL_CASES = (
     | engines()
     | stages()
     | read_models()
+    | critics()
     | controllers()
     | parts_of_ray()
     | raising()

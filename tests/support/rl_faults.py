@@ -219,12 +219,16 @@ def _other_checksum() -> None:
     protocol.checksum = lambda data: 1
 
 
-def _few_scores() -> None:
-    """A reward model gives a score less than it was asked for."""
+def _few_scores(times: float = float("inf")) -> None:
+    """A reward model gives a score less than it was asked for, the first `times` times."""
     from weft.rl.reward_models import RewardModelRank
 
-    original = RewardModelRank.score
-    RewardModelRank.score = lambda self, role, parts: original(self, role, parts)[1:]  # type: ignore[method-assign]
+    original, calls = RewardModelRank.score, count(1)
+
+    def spoilt(*arguments: Any) -> Any:
+        return original(*arguments)[next(calls) <= times :]
+
+    RewardModelRank.score = spoilt  # type: ignore[method-assign]
 
 
 def _readings_of_nan() -> None:
@@ -238,6 +242,27 @@ def _readings_of_nan() -> None:
         return {i: x * float("nan") for i, x in read.items()} if "routes" not in options else read
 
     trainer.readout = spoilt
+
+
+def _spoilt_readings(change: Callable[[dict[int, Any]], dict[int, Any]], times: float = 1) -> Callable[[], None]:
+    """What the separate ranks of a reference, a teacher or a critic have read is changed, the first `times` times."""
+
+    def plant() -> None:
+        from weft.rl import reference_critic
+
+        original, calls = reference_critic.readout, count(1)
+
+        def spoilt(*arguments: Any, **options: Any) -> Any:
+            read = original(*arguments, **options)
+            return change(read) if next(calls) <= times else read
+
+        reference_critic.readout = spoilt
+
+    return plant
+
+
+def _to_nan(read: dict[int, Any]) -> dict[int, Any]:
+    return {index: values * float("nan") for index, values in read.items()}
 
 
 def _score_of_nan() -> None:
@@ -296,4 +321,8 @@ PLANTS: dict[str, Callable[[], None]] = {
     "an engine answers nonsense": _nonsense_once, "few scores": _few_scores, "teacher gives NaN": _readings_of_nan,
     "reference gives NaN": _readings_of_nan, "critic gives NaN": _readings_of_nan,
     "reward model gives NaN": _score_of_nan,
+    "few scores once": partial(_few_scores, 1),
+    "NaN once": _spoilt_readings(_to_nan), "NaN each time": _spoilt_readings(_to_nan, float("inf")),
+    "a sample less": _spoilt_readings(lambda read: dict(list(read.items())[1:])),
+    "a token less": _spoilt_readings(lambda read: {index: values[1:] for index, values in read.items()}),
 }  # fmt: skip

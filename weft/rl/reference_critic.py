@@ -6,6 +6,7 @@ group and work at the same time as the trainers. A TrainerRank has no engine for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,12 +59,17 @@ def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
 
 def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:
     """Set on each sample the arrays that the roles have read. parts: the result of read_all on each rank. Raises as
-    check_readings."""
+    check_readings, and RuntimeError if a role has not read each sample once."""
+    counts = Counter[Role]()
     for part in parts:
         for role, readings in part.items():
+            counts[role] += len(readings)
             for index, values in readings.items():
                 check_readings(role, values, samples[index])
                 setattr(samples[index], READS[role], values)
+    for role, count in counts.items():
+        if count != len(samples):
+            raise RuntimeError(f"the {role} has read {count} of {len(samples)} samples")
 
 
 def check_readings(role: Role, values: Floats, sample: Sample) -> None:

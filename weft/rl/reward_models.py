@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from weft.launch import flight
 from weft.launch.options import Device
 from weft.launch.process import Ranks, leave
 from weft.models import hf
+from weft.rl.frozen_ranks import FrozenRanks
 from weft.rl.model_engines import reward_model_engine
 from weft.rl.reference_critic import Role, start_rank, where_separate
 from weft.rl.rewards.calls import RewardOutcome
@@ -182,6 +184,14 @@ def _outcome(score: float) -> RewardOutcome:
     return RewardOutcome(score) if math.isfinite(score) else RewardOutcome(None, f"the model's score is {score}")
 
 
+def _require_all(role: Role, parts: Sequence[Sequence[Conversation]], answers: Sequence[Any]) -> None:
+    """RuntimeError if the first rank's answer does not have one outcome for each conversation of each part."""
+    given, required = [len(part) for part in answers[0]], [len(part) for part in parts]
+    if given != required:
+        text = f"{sum(given)} scores for {sum(required)} conversations"
+        raise RuntimeError(f"the {role.replace('_', ' ')} has given {text}")
+
+
 class RewardModelClient:
     """Scores samples with the ranks of one reward model. Requests that arrive while they compute are the next batch.
 
@@ -208,13 +218,12 @@ class RewardModelClient:
                 parts = [part for part, _ in batch]
                 if self._together:
                     parts = [[conversation for part in parts for conversation in part]]
-                scored, *_ = await self._group.call_all("score", self._role, parts)
-                outcomes = [outcome for part in scored for outcome in part]
-                if len(outcomes) != sum(map(len, parts)):
-                    raise RuntimeError(
-                        f"the {self._role.replace('_', ' ')} has given {len(outcomes)} scores for "
-                        f"{sum(map(len, parts))} conversations"
-                    )
+                accept = partial(_require_all, self._role, parts)
+                if isinstance(self._group, FrozenRanks):
+                    answers = await self._group.call_all("score", self._role, parts, accept=accept)
+                else:
+                    accept(answers := await self._group.call_all("score", self._role, parts))
+                outcomes = [outcome for part in answers[0] for outcome in part]
             except Exception as error:
                 for _, answer in [*batch, *self._waiting]:
                     if not answer.done():

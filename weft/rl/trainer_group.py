@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from weft.config.rl_schema import RlConfig
@@ -62,13 +63,15 @@ class TrainerGroup:
         once."""
         groups_by_role = {role: self._reference_critic.get(role, self._trainers) for role in roles}
         batch = SampleBatch(samples)
-        parts = await gather_calls(
-            [
-                group.call_all("read_all", tuple(role for role in roles if groups_by_role[role] is group), batch)
-                for group in dict.fromkeys(groups_by_role.values())
-            ]
-        )
-        set_readings(samples, (part for group in parts for part in group))
+
+        async def read_with(group: RankGroup) -> None:
+            group_roles = tuple(role for role in roles if groups_by_role[role] is group)
+            if isinstance(group, FrozenRanks):
+                await group.call_all("read_all", group_roles, batch, accept=partial(set_readings, samples))
+            else:
+                set_readings(samples, await group.call_all("read_all", group_roles, batch))
+
+        await gather_calls([read_with(group) for group in dict.fromkeys(groups_by_role.values())])
 
     async def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, Any]:
         """One optimizer step over these samples (TrainerRank.update); returns its line of metrics.jsonl. Sets `old` on
