@@ -7,6 +7,7 @@ Python: \\x1b.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -15,9 +16,10 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
@@ -60,6 +62,52 @@ def say(*texts: object, error: bool = False, end: str = "\n", as_is: bool = Fals
     except BrokenPipeError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python would write the rest at exit
         raise UserError("the program that reads this output has ended: write the output to a file instead.") from error
+
+
+class _Outlet:
+    """A stream for text. Text that cannot be written, because the program or terminal that reads it has ended, is
+    lost."""
+
+    def __init__(self, stream: Any, note: str) -> None:
+        self._stream, self._note = stream, note
+
+    def write(self, text: str) -> int:
+        """Write, or lose the text."""
+        try:
+            return int(self._stream.write(text))
+        except OSError as error:
+            self._close(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or lose what is in the buffer."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._close(error)
+
+    def _close(self, error: OSError) -> None:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if self._stream is not sys.__stderr__:
+            say(self._note, error=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def optional_output(note: str) -> Iterator[None]:
+    """Inside, this process continues if what reads its output ends. note: printed to standard error when standard
+    output is lost."""
+    before = sys.stdout, sys.stderr
+    # A stream is None if the process was started without it.
+    sys.stdout, sys.stderr = (cast(Any, _Outlet(stream, note)) if stream is not None else stream for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def say_folded(texts: Iterable[object]) -> None:

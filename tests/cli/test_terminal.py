@@ -208,6 +208,35 @@ def test_output_that_nobody_takes(words: list[str], full: bool, tmp_path: Path) 
     )
 
 
+TRAINING = """
+import sys
+from weft.observe.progress import Progress
+from weft.terminal import say
+
+sys.stdin.readline()
+with Progress(3, interval=1) as progress:
+    for step in (1, 2, 3):
+        progress.step({"step": step, "loss": 1.0})
+        print("a line of a user's hook")
+say("done")
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["reader", "terminal"])
+def test_a_run_does_not_end_with_its_output(terminal: bool) -> None:
+    """As of `weft sft ... | tee log` without tee, or of a terminal that is closed."""
+    environment = forked.environment(PYTHONPATH=str(Path(cli.__file__).parent.parent))
+    here, there = os.openpty() if terminal else os.pipe()
+    words = [sys.executable, "-c", TRAINING]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "stdout": there}
+    with subprocess.Popen(words, env=environment, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+        os.close(there)
+        os.close(here)
+        _, errors = process.communicate(b"\n", timeout=60)
+    text = "output   the program or terminal that reads it has ended; the run continues, and writes metrics.jsonl\n"
+    assert (process.returncode, errors.decode()) == (0, text)
+
+
 def test_the_log_of_a_program_is_its_own() -> None:
     """clean_everything() is for the program: a library leaves logging and warnings alone."""
     assert "weft" not in repr(logging.getLogRecordFactory()) and "weft" not in repr(warnings.formatwarning)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -119,6 +120,22 @@ def test_a_step_that_fails_twice_is_not_tried_again(shared: Path) -> None:
     assert run.errors().count("rank 0 ended with exit status 7") == 2
     assert run.errors().endswith("not restarted: it has failed twice at step 4 with the same error\n")
     assert last_whole(folder / "run") == 3
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(shared: Path) -> None:
+    folder = write_config(shared / "closed")
+    run = FaultRun(["sft", "c.yaml"], folder, Fault(do="hang up", step=2)).wait()
+    assert run.status == 128 + signal.SIGHUP, run.errors()
+    assert "stopping SIGHUP" in run.errors() and last_whole(folder / "run") == 2
+
+
+def test_under_nohup_a_run_goes_on_when_its_terminal_is_closed(shared: Path) -> None:
+    """torch's agent would handle the signal all the same."""
+    folder = write_config(shared / "nohup")
+    words = ["sft", "c.yaml", "--nproc", "2"]
+    run = FaultRun(words, folder, Fault(do="hang up the launcher", step=2), nohup=True).wait()
+    assert run.status == 0, run.errors()
+    assert run.struck.exists() and last_whole(folder / "run") == STEPS
 
 
 def test_ranks_save_and_end_when_their_launcher_is_killed(shared: Path) -> None:

@@ -51,11 +51,12 @@ class FaultRun(forked.Run):
         folder: Path,
         fault: Fault | None = None,
         group: Path | None = None,
+        nohup: bool = False,
         **variables: str,
     ) -> None:
-        """group: a control group that it lives in."""
+        """group: a control group that it lives in. nohup: whether it begins as nohup lets programs begin."""
         self.struck = folder / "struck-at"
-        super().__init__(words, folder, partial(_settle, fault, group), **variables)
+        super().__init__(words, folder, partial(_settle, fault, group, nohup), **variables)
 
     def seconds(self) -> float:
         """From the fault to the end of everything; 0 where it did not get so far."""
@@ -65,8 +66,10 @@ class FaultRun(forked.Run):
 # ---------------------------------------------------------------- what may go wrong
 
 
-def _settle(fault: Fault | None, group: Path | None) -> None:
+def _settle(fault: Fault | None, group: Path | None, nohup: bool) -> None:
     enter(group)
+    if nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if fault is not None:
         prepare(fault)
 
@@ -205,6 +208,8 @@ DO: dict[str, Callable[[Any], None]] = {
     "kill": _signal(signal.SIGKILL),
     "terminate": _signal(signal.SIGTERM),
     "interrupt": _signal(signal.SIGINT),
+    "hang up": _signal(signal.SIGHUP),
+    "hang up the launcher": lambda record: os.kill(os.getppid(), signal.SIGHUP),
     "terminate the launcher": _terminate_launcher,
     "stop": _signal(signal.SIGSTOP),
     "stop for a while": _wake_later,

@@ -17,8 +17,14 @@ import psutil
 
 from weft.terminal import say
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: SLURM can send it before it preempts a job
+# SIGHUP: the terminal has been closed. SIGUSR1: SLURM can send it before it preempts a job.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may signal several processes, which forward the signal to each other
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether this process must not handle the signal: nohup lets programs ignore SIGHUP."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 class SignalHandlers:
@@ -46,7 +52,8 @@ class SignalHandlers:
 
     def __enter__(self) -> Any:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            handled = [number for number in SIGNALS if not is_ignored(number)]
+            self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(
@@ -60,11 +67,13 @@ def announce_ending_signal() -> None:
     """Install handlers that print the signal that ended the process, for a process that has nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        os.write(sys.stderr.fileno(), f"stopped by {signal.Signals(number).name}\n".encode())
+        with suppress(OSError):  # the terminal may be closed
+            os.write(sys.stderr.fileno(), f"stopped by {signal.Signals(number).name}\n".encode())
         os._exit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, end)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if not is_ignored(number):
+            signal.signal(number, end)
 
 
 class StopSignals(SignalHandlers):

@@ -6,7 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from rich.markup import escape
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, Transfe
 from rich.progress import Progress as Bar
 from rich.table import Column
 
-from weft.terminal import Console
+from weft.terminal import Console, optional_output
 
 # The remaining time is estimated from this many last steps, because the first steps are slow.
 _WINDOW = 20
@@ -31,6 +31,7 @@ _POLICY = {
 }  # fmt: skip
 
 
+_LOST = "output   the program or terminal that reads it has ended; the run continues, and writes metrics.jsonl"
 _REWARD_MEAN = re.compile(r"rewards/.+/mean")
 
 
@@ -59,8 +60,10 @@ class Progress:
         self._words: list[str] = []  # of the latest step; a narrow terminal shows the first of them
         self._step_printed_at: float | None = None  # the last line of a step
         self._printed_at = self._times[-1]  # the last line of any kind
+        self._output = ExitStack()
 
     def __enter__(self) -> Progress:
+        self._output.enter_context(optional_output(_LOST))
         self._times = deque([self._clock()], maxlen=_WINDOW + 1)
         self._printed_at = self._times[-1]
         if self._show and self._console.is_terminal:
@@ -85,6 +88,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        self._output.close()
 
     def step(self, line: Mapping[str, object]) -> None:
         """Shows a finished step."""
