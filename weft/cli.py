@@ -214,7 +214,7 @@ def _rl(options: RlOptions, words: Sequence[str]) -> Job:
         return Job(body, 1, words)
     return Job(
         body, 1, words, 0 if reports.RUN_NOTE in os.environ else options.restarts,
-        lambda run: _resume_command("rl", options, words, run), attempt_alone,
+        lambda run: _resume_command("rl", options, words, run), partial(attempt_alone, timeout=config.train.timeout),
         partial(_account, config, options.world, options.device),
     )  # fmt: skip
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,17 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 
-from weft.errors import ActorError
+from weft.errors import ActorError, StorageError, UserError
 from weft.launch import ray_actors, ray_watchdog, scratch
 from weft.launch.ray_watchdog import RayWatchdog
 from weft.launch.reaper import reaping
 from weft.launch.scratch import PREFIX, PROCESSES, note_of, remove_abandoned, scratch_folder
 from weft.rl.rewards.calls import RewardBatch, RewardOutcome, RewardSpec
 from weft.rl.rewards.pool import RewardPool
+from weft.rl.user_process import receive, send
 from weft.rl.workers import _ending, _joined
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +224,55 @@ def test_an_agent_of_the_raylet_is_the_cause_of_its_end(monkeypatch: pytest.Monk
     assert str(looking(watchdog)).startswith("Ray's dashboard agent, process")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_part_that_dies_while_ray_starts_ends_the_start(number: signal.Signals, tmp_path: Path, quick: None) -> None:
+    """Ray would wait for it for a minute, and then end the process without a message."""
+    shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
+    failures, failed = list[ActorError](), threading.Event()
+
+    def end(failure: ActorError) -> None:
+        failures.append(failure)
+        failed.set()
+
+    with subprocess.Popen([tmp_path / "gcs_server", "600"]) as part:
+        with ray_watchdog.watching_ray(RayWatchdog(starting=True), end):
+            time.sleep(0.7)  # it has been seen
+            part.send_signal(number)
+            assert failed.wait(20)
+        part.kill()
+    stopped = number == signal.SIGSTOP
+    assert failures[0].kind == ("hang" if stopped else "killed")
+    assert f"Ray's GCS (gcs_server), process {part.pid}, has {'been stopped' if stopped else 'died'}" in str(
+        failures[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(UserError("the cluster has 0 CPUs"), "killed"), (StorageError("the disk is full"), None)]
+)
+def test_the_death_of_a_part_of_ray_is_the_cause_of_other_errors(
+    error: Exception, kind: str | None, sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    """A cluster whose raylet is dead seems to have no resources, which would be a mistake of the user's."""
+    node = SimpleNamespace(all_processes={"raylet": [SimpleNamespace(process=sleeper)]})
+    worker = SimpleNamespace(worker=SimpleNamespace(_global_node=node))
+    ray = SimpleNamespace(init=lambda **_: None, shutdown=lambda: None, _private=worker)
+
+    def run() -> None:
+        with ray_actors._session(None, [], tmp_path):
+            sleeper.kill()
+            sleeper.wait()
+            raise error
+
+    with (
+        mock.patch.object(ray_actors, "import_ray", return_value=ray),
+        pytest.raises(ActorError if kind else StorageError) as raised,
+    ):
+        run()
+    assert getattr(raised.value, "kind", None) == kind
+    assert ("Ray's raylet, process" in str(raised.value)) == bool(kind)
+
+
 def test_what_waits_for_ray_ends_with_the_failure_of_a_part(sleeper: subprocess.Popen[bytes]) -> None:
     watchdog, for_ever = RayWatchdog(), threading.Event()
     watchdog.add({"gcs_server": sleeper})
@@ -290,8 +343,8 @@ def ask(
 
     async def run() -> tuple[list[RewardOutcome], float]:
         pool = RewardPool([RewardSpec(function, f"tests.support.left_rewards:{function}")], 1, 5.0)
-        for _ in range(calls):
-            outcomes = await pool.call(0, RewardBatch([None], ["a"], [[1]], {}))
+        for number in range(1, calls + 1):
+            outcomes = await pool.call(0, RewardBatch([None], ["a" * number], [[1]], {}))
         start = time.monotonic()
         await asyncio.wait_for(pool.close(), 60)
         return outcomes, time.monotonic() - start
@@ -305,6 +358,44 @@ def test_what_a_reward_starts_ends_with_it(function: str, tmp_path: Path, monkey
     outcomes, seconds = ask(function, tmp_path / "started", monkeypatch)
     assert outcomes == [RewardOutcome(1.0)] and seconds < 9.0
     assert not any(map(runs, numbers_in(tmp_path / "started", 1)))
+
+
+def test_a_fork_that_returns_from_a_reward_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer would be taken for that to the next request."""
+    outcomes, _ = ask("forks_and_returns_twice", tmp_path, monkeypatch, calls=3)
+    assert outcomes == [RewardOutcome(3.0)]
+
+
+def test_a_reward_whose_result_cannot_be_sent_costs_its_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (outcome,), _ = ask("gives_a_lock", tmp_path, monkeypatch)
+    assert outcome.value is None and outcome.error is not None
+    assert outcome.error.startswith("its result cannot be sent to the controller: cannot pickle '_thread.lock'")
+    assert ask("gives_a_lock", tmp_path, monkeypatch, calls=2)[0][0].value == 1.0
+
+
+FORKING_ENVIRONMENT = """
+import os, socket, sys
+from weft.rl.environments.worker import converse
+class Forking:
+    def start(self, number):
+        os.fork()
+    def close(self):
+        pass
+converse(Forking, socket.socket(fileno=int(sys.argv[1])))
+"""
+
+
+def test_a_fork_that_returns_from_an_environment_does_not_answer() -> None:
+    here, there = socket.socketpair()
+    with here, here.makefile("rwb") as stream:
+        words = [sys.executable, "-c", FORKING_ENVIRONMENT, str(there.fileno())]
+        with there, subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, pass_fds=[there.fileno()]):
+            there.close()
+            for number in range(3):
+                send(stream, ("start", (number,), 5.0))
+            here.shutdown(socket.SHUT_WR)
+            answers = iter(lambda: receive(stream), None)
+            assert list(answers) == [(None, None)] * 3
 
 
 def test_a_reward_that_ends_its_parent_costs_its_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

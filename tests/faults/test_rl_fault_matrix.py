@@ -108,7 +108,7 @@ def test_a_ray_that_does_not_start_here_may_start_the_next_time() -> None:
         ray_actors.ray_session(None, []),
     ):
         """Not started."""
-    assert error.value.kind == "failed"
+    assert error.value.kind == "peer"
 
 
 def test_an_actor_that_the_kernel_has_killed_for_want_of_memory_is_not_just_dead(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ LONG = [
     "rl.minibatches=1", "checkpoint.every=5", "cluster.address=null", "rollout.restarts=1000", "rollout.timeout=20",
     "train.timeout=20",
 ]  # fmt: skip
-RESTARTS = "rollout/engine_restarts"
+RESTARTS, ENGINE_COUNT = "rollout/engine_restarts", "rollout/engines"
 SEED = int(os.environ.get("WEFT_SOAK_SEED", "0"))
 
 
@@ -68,8 +68,11 @@ def unstruck(words: list[str], run: Path) -> None:
 def same(run: Path, unbroken: Path) -> None:
     """Both runs have the same metrics, weights and samples, with their tokens, logprobs and rewards; each sample of a
     step is there once."""
-    lines = [{k: v for k, v in line.items() if k != RESTARTS} for line in lines_of(run)]
-    assert lines == [{k: v for k, v in line.items() if k != RESTARTS} for line in lines_of(unbroken)]
+    lines, expected = [
+        [{k: v for k, v in line.items() if k not in (RESTARTS, ENGINE_COUNT)} for line in lines_of(folder)]
+        for folder in (run, unbroken)
+    ]
+    assert lines == expected
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(unbroken).items())
     for groups in groups_of(run).values():
         ids_of(groups)
@@ -122,6 +125,56 @@ def test_random_parts_that_are_struck_change_nothing(task: Path) -> None:
     if strikes >= 24:
         assert all(any(key.startswith(name) for key in struck) for name in parts)
         assert "restart 1 of" in out and re.search(r"resumed  \S+ has no checkpoint|resumed  step \d+ of", out)
+
+
+def test_kills_while_a_restart_starts_cost_restarts_alone(task: Path) -> None:
+    """Ray's own processes and the controller are killed while they start, one start after the other: --restarts N are
+    N restarts."""
+    write_teacher(task / "adder", model := task / "started")
+    keys = [*EXACT, *LONG, f"model.path={model}", "train.steps=6", "--nproc", "2"]
+    run, unbroken = task / "starts", task / "starts-unbroken"
+    unstruck(command(task, unbroken, *keys), unbroken)
+    parts = {"controller": StruckPart(), "ray": StruckPart(("kill", "kill", "kill", "stop"), soak.is_ray)}
+    words = [*command(task, run, *keys)[len(WEFT) :], "--restarts", "30"]
+    out, _ = run_struck(words, run, parts, setting("START_STRIKES", 8), seed=SEED, pause=6.0, after="lock")
+    assert out.count("the attempt failed at step 1 (") >= 2 and "not restarted" not in out, out
+    same(run, unbroken)
+
+
+def test_a_critic_with_ranks_of_its_own_that_is_struck_changes_nothing(task: Path) -> None:
+    """Its checkpoints and the policy's are of the same step again."""
+    write_teacher(task / "adder", model := task / "criticised")
+    keys = [
+        *EXACT[:-1], "rl.reward=[length]", *LONG, "checkpoint.every=2", f"model.path={model}", "train.steps=60",
+        "rl.algorithm=ppo", "critic.ranks=1", "rl.epochs=1",
+    ]  # fmt: skip
+    run, unbroken = task / "critic", task / "critic-unbroken"
+    unstruck(command(task, unbroken, *keys), unbroken)
+    parts = {"reference": StruckPart(("kill", "kill", "stop"))}  # each rank of the critic or the reference
+    words = [*command(task, run, *keys)[len(WEFT) :], "--restarts", "30"]
+    out, _ = run_struck(words, run, parts, setting("CRITIC_STRIKES", 8), seed=SEED, pause=4.0)
+    assert "critic rank 0 died" in out and "reference ranks are started again" in out, out
+    same(run, unbroken)
+
+
+@pytest.mark.parametrize("way", ["kill", "terminate"])
+def test_engines_that_join_and_are_struck_change_nothing(way: str, tmp_path: Path) -> None:
+    """Two engines join the first in real processes; any of the three is killed or terminated, three times: an engine
+    that has joined leaves and joins again. The unbroken run is one process."""
+    task = make_task(tmp_path)
+    keys = [
+        "rollout.engine=hf", "rl.on_policy=exact", "train.steps=60", "checkpoint.every=60", "rollout.restarts=9",
+        "rl.reward=[tests.support.reward_functions:slow_length, length]",
+    ]  # fmt: skip
+    run, unbroken = task / "run", task / "unbroken"
+    start(task, unbroken, f"model.path={task}/adder", *keys)
+    words = ["rl", f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *LOCAL, *keys, f"run.dir={run}"]
+    words.append("cluster.engines={min: 1, max: 3}")
+    out, _ = run_struck(words, run, {"engine": StruckPart((way,))}, 3, seed=SEED, pause=4.0, after="metrics.jsonl")
+    assert "rollout engine 1 has joined" in out and "rollout engine 2 has joined" in out
+    assert re.search(r"rollout engine [12] has left: \d of 1 to 3: rollout engine [12] died", out), out
+    assert len({line[ENGINE_COUNT] for line in lines_of(run)}) > 1
+    same(run, unbroken)
 
 
 @pytest.mark.parametrize("kind", ["agent", "environment"])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, make_dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +24,7 @@ import torch
 from tests.support import control_group
 from weft import versions
 from weft.errors import RanksDisagreeError, StorageError, UserError
-from weft.launch import entrypoint, flight, machine, monitor, reports
+from weft.launch import entrypoint, flight, launch, machine, monitor, reports
 from weft.launch.consistency import differences
 from weft.launch.entrypoint import set_up_actor
 from weft.launch.failures import Failure, diagnose, is_external
@@ -527,6 +530,7 @@ class Attempts:
         ([("failed", 4, "boom"), ("failed", 4, "bang"), None], 3, 0, ["first", "run", "run"]),
         ([("failed", 4, "boom"), ("failed", 6, "boom"), None], 3, 0, ["first", "run", "run"]),
         ([("failed", 0), ("failed", 0)], 3, 1, ["first", "first"]),  # before there is a run
+        ([("hang", 4), ("hang", 4), ("storage", 4), ("storage", 4), None], 4, 0, ["first", *["run"] * 4]),
         ([("user", 4)], 3, 2, ["first"]),
         ([("nonfinite", 4)], 3, 14, ["first"]),
         ([("disagree", 4)], 3, 15, ["first"]),
@@ -534,16 +538,50 @@ class Attempts:
 )
 def test_when_to_start_again(
     failures: list[Any], restarts: int, status: int, commands: list[str], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.setattr(launch, "_pause", lambda seconds: 0)
     attempts = Attempts(tmp_path / "run", *failures)
     assert run_with_restarts(["first"], lambda run: [run.name], 2, restarts, attempt=attempts) == status
     assert attempts.commands == commands
     err = capsys.readouterr().err
-    assert err.count("restart ") == len(commands) - 1
+    assert len(re.findall(r"^restart \d", err, re.MULTILINE)) == len(commands) - 1
     assert err.count("not restarted: ") == (status != 0)
     contents = [path.read_text() for path in sorted(tmp_path.glob("run/flight/attempt-*/rank-00000.json"))]
     assert contents == [str(number + 1) for number in range(len(commands) - 1) if failures[number][1]]
+
+
+def test_the_pause_doubles_while_attempts_fail_at_one_step_and_the_end_names_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """N restarts are N restarts, in whatever phase a part dies."""
+    pauses: list[float] = []
+    monkeypatch.setattr(launch, "_pause", lambda seconds: pauses.append(seconds) or 0)
+    steps = [3, 3, 3, 3, 5, 5, *[6] * 10]
+    attempts = Attempts(tmp_path / "run", *(("peer" if n % 2 else "hang", step) for n, step in enumerate(steps)))
+    assert run_with_restarts(["x"], lambda run: ["x"], 1, len(steps) - 1, attempt=attempts) == 10
+    assert pauses == [0, 1, 2, 4, 0, 1, 0, 1, 2, 4, 8, 16, 32, 60, 60]
+    err = capsys.readouterr().err
+    assert "restart 4 of 15: the attempt failed at step 3 (peer); the next attempt starts in 4 s\n" in err
+    *_, first, second = err[: err.index("  3  ")].splitlines()
+    assert err.count("not restarted: all 15 restarts are used. The attempts failed:\n") == 1
+    assert (first, second) == ("  1  at step 3 (hang): what happened", "  2  at step 3 (peer): what happened")
+    assert err.endswith("  16  at step 6 (peer): what happened\n")
+
+
+def test_a_long_list_of_failures_omits_its_middle() -> None:
+    lines = launch._list_failures([Failure("killed", f"rank {n} died\nwhere", step=n) for n in range(1, 101)])
+    shown = lines.splitlines()
+    assert (len(shown), shown[9], shown[10], shown[11]) == (
+        21, "  10  at step 10 (killed): rank 10 died", "  ... 80 more", "  91  at step 91 (killed): rank 91 died",
+    )  # fmt: skip
+
+
+def test_a_signal_ends_the_pause() -> None:
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    assert launch._pause(60.0) == signal.SIGTERM and time.monotonic() - began < 30
+    assert launch._pause(0.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -625,13 +663,13 @@ note_run(run)
 attempt = len(list(run.glob("attempt-*")))
 (run / f"attempt-{attempt}").touch()
 with (run / "metrics.jsonl").open("a") as file:
-    print(json.dumps({"step": 1 if ":" in ends[attempt] else attempt + 1}), file=file)
+    print(json.dumps({"step": 1 if ":" in ends[attempt] or ends[attempt] == "1" else attempt + 1}), file=file)
 from weft.errors import ActorError
 from weft.launch.entrypoint import guarded
 def end():
     raise ActorError(*ends[attempt].split(": ")[::-1])
-if ends[attempt] == "kill":
-    os.kill(os.getpid(), 9)
+if ends[attempt] in ("kill", "stop"):
+    os.kill(os.getpid(), 9 if ends[attempt] == "kill" else 19)
 sys.exit(guarded(end) if ":" in ends[attempt] else int(ends[attempt]))
 """
 
@@ -640,6 +678,7 @@ sys.exit(guarded(end) if ":" in ends[attempt] else int(ends[attempt]))
     ("ends", "attempts", "status", "says"),
     [
         (["kill", "11", "0"], 3, 0, "restart 2 of 3: the attempt failed at step 3 (hang)"),
+        (["stop", "0"], 2, 0, "restart 1 of 3: the attempt failed at step 2 (hang)"),
         (["0"], 1, 0, ""),
         (["2", "0"], 1, 2, "not restarted: the error has to be fixed first"),
         (["143", "0"], 1, 143, ""),
@@ -657,11 +696,16 @@ sys.exit(guarded(end) if ":" in ends[attempt] else int(ends[attempt]))
             "it has failed twice at step 2 with the same error",
         ),
         (["failed: boom", "failed: bang", "0"], 3, 0, "restart 2 of 3: the attempt failed at step 2 (failed)"),
+        # Ray's native code ends its process without a report when a part of Ray has died.
+        (["1", "1", "1", "0"], 4, 0, "restart 3 of 3: the attempt failed at step 2 (failed)"),
+        (["1", "1", "1", "1"], 4, 1, "  4  at step 2 (failed): the controller ended with exit status 1\n"),
     ],
 )
 def test_a_controller_is_restarted(
-    ends: list[str], attempts: int, status: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    ends: list[str], attempts: int, status: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(launch, "_pause", lambda seconds: 0)
     run = tmp_path / "run"
     words = [sys.executable, "-c", CONTROLLER, str(run), *ends]
     resumed: list[Path] = []
@@ -670,7 +714,9 @@ def test_a_controller_is_restarted(
         resumed.append(folder)
         return words
 
-    assert run_with_restarts(words, resume, 1, 3, attempt=attempt_alone) == status
+    monkeypatch.setattr(monitor, "BEHIND_SECONDS", 0.0)
+    assert run_with_restarts(words, resume, 1, 3, attempt=partial(attempt_alone, timeout=0.5)) == status
     assert len(list(run.glob("attempt-*"))) == attempts and resumed == [run] * (attempts - 1)
     said = capfd.readouterr().err
     assert says in said and ("the controller was killed by SIGKILL" in said) == ("kill" in ends)
+    assert ("seconds (train.timeout): the controller is stopped" in said) == ("stop" in ends)

@@ -34,7 +34,7 @@ from weft.rl import actors
 ROOT = Path(__file__).parents[2]
 ACTORS = {"engine": "_make_engine", "trainer": "_make_trainer", "reference": "_make_reference_critic"}
 _FOLDER = "WEFT_TEST_SOAK"  # a variable of all processes of a run: where they note what they are
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 _PROGRAM = "from tests.support.soak import main; main()"
 
 

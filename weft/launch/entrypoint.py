@@ -169,6 +169,14 @@ def _end_hung(message: str, stack: str, debug: bool) -> None:
     os._exit(STATUS["hang"])
 
 
+def end_with_report(error: Exception) -> NoReturn:
+    """In a thread, report an error and end the process, because its main thread is in native code."""
+    status = _report(reports.of_exception(env_rank(), error), debug=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _report_exit(code: object) -> int:
     """Report sys.exit in a rank. Without a report, a rank that only lost its peer would seem to have failed first.
     Returns the exit status."""

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,10 +27,11 @@ from weft.launch import flight, reports
 from weft.launch.entrypoint import Body, guarded, joined
 from weft.launch.failures import Failure, diagnose, is_external, save_evidence
 from weft.launch.machine import cpu_cores, end_with_parent, variables_set
-from weft.launch.monitor import STOP_SECONDS, watching
+from weft.launch.monitor import STOP_SECONDS, StoppedClock, watching
 from weft.launch.scratch import scratch_folder
 from weft.launch.status import STATUS, SUCCESS
-from weft.launch.stopping import SignalForwarder
+from weft.launch.stopping import SignalForwarder, SignalHandlers
+from weft.launch.watchdog import periodically
 from weft.terminal import say
 from weft.versions import launch_config
 
@@ -39,6 +41,9 @@ _FINAL = {
     "disagree": "the ranks would disagree again",
     "nonfinite": "the training would be non-finite again",
 }
+_TICK = 0.5  # seconds between two looks at a process
+_LONGEST_PAUSE = 60.0  # seconds between two attempts
+_LISTED = 20  # attempts whose failure the last message names
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
             run_id=uuid.uuid4().hex,
             rdzv_backend=rendezvous.register(),
             local_addr=rendezvous.LOOPBACK,
-            signals_to_handle="SIGHUP,SIGQUIT",  # SignalForwarder handles the others
+            signals_to_handle="SIGQUIT",  # SignalForwarder handles the others
             max_restarts=0,
             monitor_interval=0.1,
             shutdown_timeout=STOP_SECONDS,
@@ -122,7 +127,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
 @contextmanager
 def _signal_handlers_restored() -> Iterator[None]:
     """Restore the signal handlers at the end, because the agent installs its handlers and does not remove them."""
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in handled}
     try:
         yield
@@ -138,26 +143,41 @@ ResumeCommand = Callable[[Path], Sequence[str]]  # RUN -> the command line that 
 Attempt = Callable[[Sequence[str], int, bool], LaunchOutcome]
 
 
-def attempt_alone(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOutcome:
+def attempt_alone(
+    command: Sequence[str], nproc: int, debug: bool = False, *, timeout: float = float("inf")
+) -> LaunchOutcome:
     """Like `attempt`, for a command that is one process and prints its failures itself, such as the controller of
-    `weft rl`. RUN/metrics.jsonl gives its last step."""
+    `weft rl`. RUN/metrics.jsonl gives its last step. timeout: train.timeout; the process is killed if it is stopped for
+    longer (StoppedClock.patience). If the process leaves no report, the cause is external: a signal
+    killed it, or Ray's native code ended it after one of Ray's processes had died."""
     with scratch_folder() as scratch:
         note, processes = scratch / "run", list[psutil.Process]()
-        with SignalForwarder(lambda: processes) as forwarder:
+        clock, hangs = StoppedClock(), list[str]()
+
+        def look(frozen_seconds: float) -> None:
+            for stopped in processes:
+                seconds = clock.seconds(stopped, frozen_seconds)
+                if seconds > StoppedClock.patience(timeout) and not hangs:
+                    hangs.append(f"no progress for {seconds:.0f} seconds (train.timeout): the controller is stopped")
+                    stopped.kill()
+
+        with SignalForwarder(lambda: processes) as forwarder, periodically(look, _TICK, "weft supervisor"):
             process = subprocess.Popen(command, env={**os.environ, reports.RUN_NOTE: str(note)})
             processes.append(psutil.Process(process.pid))
             status = process.wait()
         run = note.read_text(encoding="utf-8") if note.exists() else ""
-        error = next((report.message for report in reports.read_all(scratch)), "")
-    signalled = status if status < 0 else None
-    if signalled is not None:
-        say(f"the controller was killed by {signal.Signals(-status).name}", error=True)
-        status = STATUS["killed"]
+        report = next(iter(reports.read_all(scratch)), None)
+    message = report.message if report is not None else f"the controller ended with exit status {status}"
+    if status < 0:
+        message = next(iter(hangs), f"the controller was killed by {signal.Signals(-status).name}")
+        say(message, error=True)
+        status = STATUS["hang" if hangs else "killed"]
     kind = next((kind for kind, of_kind in STATUS.items() if of_kind == status), None)
     if status == SUCCESS or kind is None or forwarder.number:
         return LaunchOutcome(status)
-    step, external = _steps_done(run) + 1 if run else 0, is_external(kind, error, signalled)
-    return LaunchOutcome(status, Failure(kind, "", step=step, run=run, error=error, external=external))
+    external, error = report is None or is_external(report.kind, message), "" if report is None else message
+    step = _steps_done(run) + 1 if run else 0
+    return LaunchOutcome(status, Failure(kind, message, step=step, run=run, error=error, external=external))
 
 
 def note_run(folder: Path) -> None:
@@ -187,32 +207,69 @@ def run_with_restarts(
     """Run `command` in `nproc` ranks, and again after failures, up to `restarts` times. Returns the exit status.
 
     Later attempts run `resume_command`: they resume from the newest complete checkpoint in the run's folder, or start
-    at step 1. If the same error occurs twice at the same step, the run ends, because a third attempt would also fail.
-    Failures with an external cause (Failure.external) may repeat.
+    at step 1. Only an error that a restart would repeat ends the run earlier: a kind in _FINAL, or an error of the
+    program itself (an exception, a crash, too little memory) that occurs twice at the same step. Failures with an
+    external cause (Failure.external), hangs and failures of the storage may repeat. The pause before an attempt doubles
+    while attempts fail at the same step.
     """
+    failures: list[Failure] = []
     before: Failure | None = None
-    for number in range(restarts + 1):
+    alike = 0  # attempts in a row that failed at the same step
+    for number in range(1, restarts + 2):
         outcome = attempt(command, nproc, debug)
         failure = outcome.failure
         if failure is None:
             return outcome.status
-        step = f"at step {failure.step}" if failure.step else "before the first step"
+        alike = alike + 1 if failures and failure.step == failures[-1].step else 0
+        failures.append(failure)
+        step, is_own = _at_step(failure), not failure.external and failure.kind not in ("hang", "storage")
         reason = _FINAL.get(failure.kind, "")
-        if before is not None and failure.repeats(before) and not failure.external and not reason:
+        if before is not None and failure.repeats(before) and is_own and not reason:
             reason = f"it has failed twice {step} with the same error"
-        if number == restarts and not reason:
-            reason = f"all {restarts} restarts are used"
+        if number > restarts and not reason:
+            reason = f"all {restarts} restarts are used. The attempts failed:\n{_list_failures(failures)}"
         if reason:
             say(f"not restarted: {reason}", error=True)
             return outcome.status
         if failure.run:
             records = Path(failure.run) / flight.FOLDER
-            archive = records / f"attempt-{number + 1}"
+            archive = records / f"attempt-{number}"
             with suppress(OSError):  # the next attempt would overwrite the records of this attempt
                 archive.mkdir(parents=True, exist_ok=True)
                 for path in records.glob("rank-*.json"):
                     path.rename(archive / path.name)
             command = resume_command(Path(failure.run))
-        say(f"restart {number + 1} of {restarts}: the attempt failed {step} ({failure.kind})", error=True)
-        before = before if failure.external else failure
+        pause = min(2.0 ** (alike - 1), _LONGEST_PAUSE) if alike else 0.0
+        waits = f"; the next attempt starts in {pause:g} s" if pause else ""
+        say(f"restart {number} of {restarts}: the attempt failed {step} ({failure.kind}){waits}", error=True)
+        if stopped := _pause(pause):
+            say(f"stopped by {signal.Signals(stopped).name}", error=True)
+            return 128 + stopped
+        before = failure if is_own else before
     raise AssertionError("the loop ends in the last attempt")
+
+
+def _at_step(failure: Failure) -> str:
+    return f"at step {failure.step}" if failure.step else "before the first step"
+
+
+def _list_failures(failures: Sequence[Failure]) -> str:
+    """One line per attempt: its step, and what failed. The middle of a long list is omitted."""
+    lines = [
+        f"  {number}  {_at_step(failure)} ({failure.kind}): {failure.message.strip().partition(chr(10))[0]}"
+        for number, failure in enumerate(failures, 1)
+    ]
+    omitted = len(lines) - _LISTED
+    if omitted > 1:
+        lines[_LISTED // 2 : -_LISTED // 2] = [f"  ... {omitted} more"]
+    return "\n".join(lines)
+
+
+def _pause(seconds: float) -> int:
+    """Wait. Returns the number of a signal that ended the wait, or 0."""
+    with SignalHandlers() as signals:
+        end = time.monotonic() + seconds
+        while not signals.number and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+    number: int = signals.number
+    return number

@@ -26,9 +26,10 @@ from typing import Any
 
 import psutil
 
-from weft.errors import ActorError, UserError, first_line
+from weft.errors import ActorError, StoppedError, StorageError, UserError, first_line
 from weft.importing import import_extra
 from weft.launch import flight, reaper, reports
+from weft.launch.entrypoint import end_with_report, set_up_actor
 from weft.launch.failures import explain, explain_hang, oom_kill_text, save_evidence
 from weft.launch.flight import FlightRecord
 from weft.launch.machine import ADDRESS, cpu_cores, free_port, oom_kills, variables_set
@@ -101,13 +102,15 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         # A subfolder, because Ray opens its folder to all users.
         options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder / "r")}
     sigterm_handler = signal.getsignal(signal.SIGTERM)
+    # If a part dies while Ray starts, Ray waits for it for a minute in native code, and then ends this process.
+    starting = watching_ray(RayWatchdog(starting=True), end_with_report) if is_local else nullcontext()
     try:
-        with variables_set(reaper.current().mark):  # for the processes that Ray starts
+        with variables_set(reaper.current().mark), _group_signals_blocked(), starting:  # for Ray's processes
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
     except Exception as error:  # Ray has no error type for a machine that is too busy to start in time
         _require_same_versions(address, str(error))
         if is_local:  # perhaps only now: the machine is too busy, or a part of Ray was killed; --restarts tries again
-            raise ActorError(f"Ray could not be started on this machine: {first_line(error)}.", "failed") from error
+            raise ActorError(f"Ray could not be started on this machine: {first_line(error)}.", "peer") from error
         token = "" if _MODE in os.environ else " If it requires a token, set RAY_AUTH_MODE=token."
         raise UserError(f"cluster.address: no Ray cluster at {address}: {first_line(error)}.{token}") from error
     if threading.current_thread() is threading.main_thread():
@@ -122,8 +125,27 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
     try:
         with watching_ray(_watchdog):
             yield
+    except Exception as error:
+        # A dead part of Ray has many consequences: other errors of Ray, and a cluster that seems to lack resources.
+        cause = None if isinstance(error, StorageError | StoppedError) else _watchdog.cause()
+        if cause is None or (isinstance(error, ActorError) and str(error) == str(cause)):
+            raise
+        for note in getattr(error, "__notes__", []):
+            cause.add_note(note)
+        raise cause from error
     finally:
         _end_session(ray, [psutil.Process(part.pid) for part in parts.values() if part.poll() is None])
+
+
+@contextmanager
+def _group_signals_blocked() -> Iterator[None]:
+    """Inside, processes that are started block the signals that a closing terminal and SLURM send to all processes of a
+    job. The controller, which handles them, gets them afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
@@ -559,8 +581,6 @@ class _Actor:
     """The process of an actor. The object is created at the first call."""
 
     def __init__(self, make: Callable[[int], Any], number: int) -> None:
-        from weft.launch.entrypoint import set_up_actor
-
         self._number = number
         self._scratch = set_up_actor(number)
         self._make: Callable[[int], Any] | None = make

@@ -78,8 +78,9 @@ class _RayProcess:
 @dataclass(eq=False)
 class RayWatchdog:
     """The state of a Ray that the controller started. For a cluster that the run joined, it has no parts and never
-    fails."""
+    fails. starting: whether this process is starting a Ray, so that its parts must still be found."""
 
+    starting: bool = False
     _parts: dict[psutil.Process, _RayProcess] = field(default_factory=dict)
     _waiting: set[asyncio.Future[None]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -115,6 +116,7 @@ class RayWatchdog:
             self._frozen = max(self._frozen, frozen_seconds)
             if self._failed is not None:
                 return
+            self._find_started()
             self._find_children()
             dead = [part for part in self._parts.values() if part.state == psutil.STATUS_DEAD]
             # The raylet ends after an agent has ended, so the agent is the cause.
@@ -179,6 +181,13 @@ class RayWatchdog:
         states = {part.label: FROZEN.get(part.state) for part in self._parts.values()}
         return "; ".join(f"{name} is {state}" for name, state in states.items() if state is not None)
 
+    def _find_started(self) -> None:
+        """Watch the parts that a starting Ray has so far. They are children of this process."""
+        for child in psutil.Process().children() if self.starting else ():
+            with suppress(psutil.Error):
+                if child.name() in NEEDED and child not in self._parts:
+                    self._parts[child] = _RayProcess(NEEDED[child.name()], child)
+
     def _find_children(self) -> None:
         """Watch the agents of the raylet, and workers that stop before they become actors."""
         if time.monotonic() < self._next_search:
@@ -222,12 +231,14 @@ def _is_watched_actor(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def watching_ray(watchdog: RayWatchdog) -> Iterator[None]:
-    """Run the watchdog in a thread."""
+def watching_ray(watchdog: RayWatchdog, end: Callable[[ActorError], None] | None = None) -> Iterator[None]:
+    """Run the watchdog in a thread. end: called in that thread with the failure, once there is one."""
 
     def look(frozen_seconds: float) -> None:
         with suppress(psutil.Error, OSError):
             watchdog.look(frozen_seconds)
+        if end is not None and (failure := watchdog.failure):
+            end(failure)
 
     with periodically(look, _TICK, "weft Ray watchdog"):
         yield
