@@ -280,17 +280,22 @@ def test_debug_shows_where_a_user_error_came_from(recorder: Recorder, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("rank", "status", "destroyed"), [("1", 0, False), ("1", 3, True), ("", 0, True)], ids=["well", "badly", "alone"]
+    ("rank", "status", "destroyed", "ray"),
+    [("1", 0, False, False), ("1", 3, True, False), ("", 0, True, False), ("", 10, False, True)],
+    ids=["well", "badly", "alone", "with a dead Ray"],
 )
-def test_a_rank_that_ended_well_runs_no_native_destructors(rank: str, status: int, destroyed: bool) -> None:
+def test_a_rank_that_ended_well_runs_no_native_destructors(rank: str, status: int, destroyed: bool, ray: bool) -> None:
+    """Nor does a controller whose Ray has died: they have crashed, so that its status was that of a SIGSEGV."""
     code = (
         "import atexit, threading, time\n"
+        "from weft.launch import entrypoint\n"
         "from weft.launch.entrypoint import program\n"
         "class Native:\n"
         "    def __del__(self): print('destroyed', flush=True)\n"
         "kept = Native()\n"
         "def main():\n"
         "    atexit.register(print, 'at exit')\n"
+        f"    entrypoint.unsafe_destructors = {ray}\n"
         "    threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
         f"    return {status}\n"
         "program(main)\n"

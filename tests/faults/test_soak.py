@@ -112,10 +112,10 @@ def test_random_parts_that_are_struck_change_nothing(task: Path) -> None:
         "reference": StruckPart(("kill", "kill", "kill", "stop")),
         # Twice within one call, a reward process costs a sample.
         "reward": StruckPart(("kill", "kill", "stop"), soak.is_reward, rest=30.0),
-        "trainer": StruckPart(("kill", "kill", "kill", "stop"), rest=15.0),
-        "controller": StruckPart(rest=75.0),
+        "trainer": StruckPart(("kill", "kill", "kill", "stop"), ends=True),
+        "controller": StruckPart(ends=True),
         "reaper": StruckPart(which=soak.is_reaper, rest=30.0),
-        "ray": StruckPart(which=soak.is_ray, rest=75.0),
+        "ray": StruckPart(which=soak.is_ray, ends=True),
     }
     words = [*command(task, run, *keys)[len(WEFT) :], "--restarts", str(4 * strikes)]
     began = time.monotonic()

@@ -41,11 +41,13 @@ _PROGRAM = "from tests.support.soak import main; main()"
 @dataclass(frozen=True)
 class StruckPart:
     """ways: how it is struck, each as likely as it is often here. which: whether a process is one of this part; None:
-    a process that has noted the part's name. rest: seconds in which it is not struck again."""
+    a process that has noted the part's name. rest: seconds in which it is not struck again. ends: whether a strike ends
+    an attempt of --restarts: then no such part is struck before the next attempt has done a step."""
 
     ways: Sequence[str] = ("kill",)
     which: Callable[[psutil.Process], bool] | None = None
     rest: float = 0.0
+    ends: bool = False
 
 
 def run_struck(
@@ -57,6 +59,7 @@ def run_struck(
     machine, for the strikes and for the rest of the run. Nothing of the run is left when it has ended."""
     chance, since, struck = random.Random(seed), time.monotonic(), Counter[str]()
     rested = dict.fromkeys(parts, since)
+    ended_at, metrics = 0.0, run / "metrics.jsonl"
     # Ray's sockets want a short path. Ray makes its workers nice, so that other programs would take all time from them.
     with tempfile.TemporaryDirectory(prefix="wf", dir="/tmp") as folder:
         orders, scratch = Path(folder, "orders"), Path(folder, "tmp")
@@ -68,7 +71,13 @@ def run_struck(
             end = since + limit * business()
             while struck.total() < strikes and process.process.is_alive() and time.monotonic() < end:
                 time.sleep(chance.uniform(0.3, pause))
-                ready = [name for name in parts if rested[name] <= time.monotonic()]
+                stepped = ended_at == 0 or (
+                    metrics.exists() and metrics.stat().st_size and metrics.stat().st_mtime > ended_at
+                )
+                ready = [
+                    name for name, part in parts.items()
+                    if rested[name] <= time.monotonic() and (stepped or not part.ends)
+                ]  # fmt: skip
                 if not ready or not (run / after).exists():
                     continue
                 name = chance.choice(ready)
@@ -88,6 +97,7 @@ def run_struck(
                 print(f"{time.monotonic() - since:.1f} s: {name}: {way}", flush=True)
                 struck[f"{name}: {way}"] += 1
                 rested[name] = time.monotonic() + parts[name].rest
+                ended_at = time.time() if parts[name].ends else ended_at
             process.wait(limit * business())
         finally:
             process.process.kill()
@@ -138,12 +148,13 @@ def main() -> None:
     """A controller that --restarts starts."""
     import tests.support.preload  # noqa: F401
     from weft import cli
+    from weft.launch.entrypoint import program
     from weft.launch.launchers import join_launcher
 
     _settle()
     _note("controller")
     join_launcher()
-    sys.exit(cli.main(sys.argv[1:]))
+    program(partial(cli.main, sys.argv[1:]))
 
 
 def _settle() -> None:

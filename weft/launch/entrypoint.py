@@ -42,20 +42,24 @@ def joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+unsafe_destructors = False  # whether a Ray has died, whose native destructors then crash
+
+
 def program(main: Callable[[], int]) -> NoReturn:
     """Run `main` and exit with the status that it returns.
 
     A rank that has finished and left its process group exits after Python's cleanup and before native destructors,
-    because destructors of some libraries race with threads of others, and have crashed finished ranks.
+    because destructors of some libraries race with threads of others, and have crashed finished ranks. So does
+    a controller whose Ray has died.
     """
     ended: list[int] = []
 
     def skip_destructors() -> None:
-        if ended == [SUCCESS] and joined():
+        if (ended == [SUCCESS] and joined()) or (ended and unsafe_destructors):
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(SUCCESS)
+            os._exit(ended[0])
 
     atexit.register(skip_destructors)  # the first registered function runs last
     ended.append(main())

@@ -28,8 +28,7 @@ import psutil
 
 from weft.errors import ActorError, StoppedError, StorageError, UserError, first_line
 from weft.importing import import_extra
-from weft.launch import flight, reaper, reports
-from weft.launch.entrypoint import end_with_report, set_up_actor
+from weft.launch import entrypoint, flight, reaper, reports
 from weft.launch.failures import explain, explain_hang, oom_kill_text, save_evidence
 from weft.launch.flight import FlightRecord
 from weft.launch.machine import ADDRESS, cpu_cores, free_port, oom_kills, variables_set
@@ -103,7 +102,7 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder / "r")}
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     # If a part dies while Ray starts, Ray waits for it for a minute in native code, and then ends this process.
-    starting = watching_ray(RayWatchdog(starting=True), end_with_report) if is_local else nullcontext()
+    starting = watching_ray(RayWatchdog(starting=True), entrypoint.end_with_report) if is_local else nullcontext()
     try:
         with variables_set(reaper.current().mark), _group_signals_blocked(), starting:  # for Ray's processes
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
@@ -164,6 +163,7 @@ def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
             say(f"ending   Ray has not ended within {_LEAVING_SECONDS:g} seconds{stopped}{killed}", error=True)
     kill_all(processes | {*reaper.descendants(processes)})
     if watchdog.failure is not None:
+        entrypoint.unsafe_destructors = True
         leaving.start()
     leaving.join(_LEAVING_SECONDS)
     if leaving.is_alive():
@@ -582,7 +582,7 @@ class _Actor:
 
     def __init__(self, make: Callable[[int], Any], number: int) -> None:
         self._number = number
-        self._scratch = set_up_actor(number)
+        self._scratch = entrypoint.set_up_actor(number)
         self._make: Callable[[int], Any] | None = make
         self._object: Any = None
 
