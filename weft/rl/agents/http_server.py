@@ -16,6 +16,7 @@ from typing import Any
 from weft.errors import first_line
 
 _MOST_HEAD, _MOST_BODY = 1 << 16, 1 << 26  # bytes
+_MOST_DIGITS = 12  # of a length: Python refuses to read some thousand
 _CHUNKED = "chunked"
 
 
@@ -154,7 +155,7 @@ async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
     length = headers.get("content-length", "0")
     if headers.get("transfer-encoding", "").lower() == _CHUNKED:
         length = ""
-    elif not length.isdecimal() or int(length) > _MOST_BODY:
+    elif not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > _MOST_BODY:
         raise HttpError(413, f"the body of a request is at most {_MOST_BODY} bytes")
     if headers.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
