@@ -231,7 +231,6 @@ def stages() -> dict[str, RlCase]:
 
 
 SCORED, TAUGHT = ["rl.reward=[model:../rm, length]", "reward_model.ranks=1"], ["rl.teacher=../adder-3"]
-TAUGHT_APART = [*TAUGHT, "rl.teacher_in=advantage", "cluster.devices={trainer: 1, teacher: 1}"]
 _making = Lock()
 
 
@@ -244,7 +243,7 @@ def make_models(task: Path) -> None:
 
 
 def read_models() -> dict[str, RlCase]:
-    """A reward model, a reference or a teacher with ranks of its own is killed, stopped, or answers nonsense, in every
+    """A reward model, or a reference, with ranks of its own is killed, stopped, or answers nonsense, in every
     phase that it has: others take their place. Without restarts, and after too many, the run ends. Then a teacher in
     the trainer's ranks. And answers that make no sense each time."""
     later, cases = "run/checkpoints/step-000001", dict[str, RlCase]()
@@ -255,8 +254,6 @@ def read_models() -> dict[str, RlCase]:
         ("reward model", SCORED, "scoring", "computing rewards, step 2", {"phase": "score", "after": later}),
         ("reference", measured, "loading", "loading the models", {"phase": "load"}),
         ("reference", measured, "reading", "computing logprobs, step 2", {"phase": "logprobs", "after": later}),
-        ("teacher", TAUGHT_APART, "loading", "loading the models", {"phase": "load"}),
-        ("teacher", TAUGHT_APART, "reading", "computing logprobs, step 2", {"phase": "logprobs", "after": later}),
     ):
         common: dict[str, Any] = {"when": when, "on": f"Ray, a {model}", **goes_on}
         for do, done, options in (("kill", "killed", []), ("stop", "stopped", SOON)):
@@ -264,7 +261,7 @@ def read_models() -> dict[str, RlCase]:
                 fault=RlFault(who="reference_critic", do=do, step=0, once="once", **fault), words=[*words, *options],
                 says=[rf"restart  {model} ranks are started again, restart 1 of 3", f"{model} ranks load"], **common,
             )  # fmt: skip
-    for model, words in (("reference", measured), ("teacher", TAUGHT_APART)):
+    for model, words in (("reference", measured),):
         again = rf"restart  {model} ranks are started again, restart 1 of 3 .*: the {model} "
         in_step = {"when": "computing logprobs, step 1"}
         for do, says in (
