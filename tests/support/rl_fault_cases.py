@@ -243,9 +243,9 @@ def make_models(task: Path) -> None:
 
 
 def read_models() -> dict[str, RlCase]:
-    """A reward model, or a reference, with ranks of its own is killed, stopped, or answers nonsense, in every
-    phase that it has: others take their place. Without restarts, and after too many, the run ends. Then a teacher in
-    the trainer's ranks. And answers that make no sense each time."""
+    """Separate ranks of a reward model or a reference are killed or stopped in each of their phases, or answer
+    nonsense: weft restarts them. Without restarts, and after too many, the run ends. A teacher in the trainer's ranks
+    fails. Models always answer nonsense."""
     later, cases = "run/checkpoints/step-000001", dict[str, RlCase]()
     goes_on: dict[str, Any] = {"status": 0, "saved": 3, "lost": ALL, "resumes": False}
     measured = ["rl.kl_coef=0.1", "reference.ranks=1"]
@@ -264,19 +264,20 @@ def read_models() -> dict[str, RlCase]:
     for model, words in (("reference", measured),):
         again = rf"restart  {model} ranks are started again, restart 1 of 3 .*: the {model} "
         in_step = {"when": "computing logprobs, step 1"}
-        for do, says in (
-            ("NaN once", "returns log probabilities that are not finite"), ("a sample less", r"has read \d+ of 6"),
-            ("a token less", r"has read \(\d+,\) values of sample"),
-        ):  # fmt: skip
-            cases[f"a {model} with ranks of its own gives {do.removesuffix(' once')}"] = RlCase(
+        for do, done, says in (
+            ("NaN once", "return NaN once", "returns log probabilities that are not finite"),
+            ("a sample less", "omit a sample once", r"has read \d+ of 6"),
+            ("a token less", "omit a token once", r"has read \(\d+,\) values of sample"),
+        ):
+            cases[f"separate ranks of a {model} {done}"] = RlCase(
                 fault=RlFault(do=do), words=words, says=[again + says, f"{model} ranks load"], **goes_on, **in_step,
             )  # fmt: skip
-        cases[f"a {model} with ranks of its own gives NaN each time"] = RlCase(
+        cases[f"separate ranks of a {model} return NaN each time"] = RlCase(
             fault=RlFault(do="NaN each time"), status=14, words=words, saved=0, **in_step,
             says=[again, f"error: the {model} returns log probabilities that are not finite, for sample"],
         )  # fmt: skip
     cases["a reward model gives too few scores once"] = RlCase(
-        fault=RlFault(do="few scores once"), words=SCORED, when="asking for rewards, step 1", **goes_on,
+        fault=RlFault(do="few scores once"), words=SCORED, when="computing rewards, step 1", **goes_on,
         says=[r"restart  reward model ranks .* 1 of 3 .*: the reward model has given \d+ scores for \d+ conversations"],
     )  # fmt: skip
     scoring: dict[str, Any] = {"who": "reference_critic", "step": 0, "phase": "score", "after": later}
@@ -295,13 +296,13 @@ def read_models() -> dict[str, RlCase]:
         )  # fmt: skip
     cases["the reference gives NaN"] = RlCase(
         fault=RlFault(do="reference gives NaN"), status=14, words=["rl.kl_coef=0.1"], saved=0,
-        says=["the reference gives log probabilities that are not finite, of sample"],
+        says=["the reference returns log probabilities that are not finite, for sample"],
         when="computing logprobs, step 1",
     )  # fmt: skip
     cases["the critic gives NaN"] = RlCase(
         fault=RlFault(do="critic gives NaN"), when="computing logprobs, step 1", status=14, saved=0,
         words=["rl.algorithm=ppo", "rl.minibatches=1", "rl.epochs=1"],
-        says=["the critic gives values that are not finite, of sample .* fsdp.param_dtype=fp32"],
+        says=["the critic returns values that are not finite, for sample .* fsdp.param_dtype=fp32"],
     )  # fmt: skip
     cases["a reward model gives NaN for a sample"] = RlCase(
         fault=RlFault(do="reward model gives NaN"), when="computing rewards, step 1", words=SCORED, failed=1,
@@ -342,7 +343,7 @@ CRITIC: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def critics() -> dict[str, RlCase]:
-    """A critic with ranks of its own is trained, so its end ends the run; --restarts or --resume goes on."""
+    """The separate ranks of a critic are trained, so their end ends the run; --restarts or --resume continues it."""
     apart = ["rl.algorithm=ppo", "rl.minibatches=1", "rl.epochs=1", "critic.ranks=1"]
     cases = {}
     for name, (when, fault, where) in CRITIC.items():
@@ -355,11 +356,11 @@ def critics() -> dict[str, RlCase]:
             fault=RlFault(who="reference_critic", do="stop", **fault), status=11, words=[*apart, *SOON], within=90.0,
             says=[r"critic rank 0 .*is stopped \(SIGSTOP\)", where], **common,
         )  # fmt: skip
-    for do, status, says in (
-        ("NaN once", 14, "error: the critic returns values that are not finite, for sample"),
-        ("a sample less", 1, r"the critic has read \d+ of 6 samples"),
+    for do, done, status, says in (
+        ("NaN once", "return NaN", 14, "error: the critic returns values that are not finite, for sample"),
+        ("a sample less", "omit a sample", 1, r"the critic has read \d+ of 6 samples"),
     ):
-        cases[f"a critic with ranks of its own gives {do.removesuffix(' once')}"] = RlCase(
+        cases[f"separate ranks of a critic {done}"] = RlCase(
             fault=RlFault(do=do), when="computing logprobs, step 1", status=status, saved=0, words=apart, says=[says],
             traceback=status == 1,
         )  # fmt: skip
