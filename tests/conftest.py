@@ -86,6 +86,8 @@ def _checks_run_again(request: pytest.FixtureRequest) -> Iterator[None]:
     replaces = not _REPLACING.isdisjoint(vars(request.module))
     if replaces:
         _forget_checks()
+    elif (sharing := sys.modules.get("tests.support.shared_results")) is not None:
+        sharing.share_checks()
     monkeypatch = request.getfixturevalue("monkeypatch") if "monkeypatch" in request.fixturenames else None
     for name in ("setattr", "delattr", "setitem", "delitem") if monkeypatch is not None else ():
         setattr(monkeypatch, name, _forgetting(getattr(monkeypatch, name)))

@@ -159,7 +159,7 @@ def test_a_dry_run_of_experts(checkout: Path, capsys: pytest.CaptureFixture[str]
         assert cli.main([*words, f"mesh.ep={ep}"]) == 0
         out = " ".join(capsys.readouterr().out.split())
         assert "weights 7.109 GiB + gradients 7.109 GiB + optimizer 14.22 GiB = 28.44 GiB a rank" in out
-        assert (gathered is None) == ("ep 8 0-7 | 8-15 of dp_shard x cp" not in out)
+        assert (gathered is None) == ("ep 8 0-7 | 8-15 ranks of dp_shard x cp" not in out)
         assert gathered is None or f"48 model.layers.*.mlp.experts {gathered}" in out
 
 

@@ -189,9 +189,9 @@ def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], ar
     from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from tests.support.shared_results import share_again
+    from tests.support.shared_results import share_checks
 
-    share_again()
+    share_checks()  # the case before may have dropped its results
     dist.init_process_group(
         "gloo", store=dist.FileStore(path, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )

@@ -2,8 +2,7 @@
 
 Checks of an architecture (`once_per_process` of weft/engine/selfcheck/architecture.py) are functions of a config and of
 the code; a planted bug is part of the key. Errors are not kept. A process that drops its results (`forget_checks`),
-because code is replaced in it, shares none until the next case. The processes of tests themselves share none either:
-tests replace code in them.
+because code is replaced in it, shares none until its next case or test.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from weft.models import hf
 from weft.models.families import FAMILIES
 
 FOLDER = "WEFT_TESTS_SHARED"  # a variable of the environment: the folder of this run of the suite
-_HOOK = "weft.engine.selfcheck.architecture.compute_result"
 _OF_CHECKS = ("weft.engine", "weft.models", "weft.ops", "weft.parallel", "transformers.models")  # packages
 
 
 class SharedResults(dict[tuple[Any, ...], Any]):
-    """The results of a process. shares: whether it reads and writes files; a rank does again in its next case."""
+    """The results of a process. shares: whether it reads and writes files."""
 
     shares = True
 
@@ -41,23 +39,20 @@ class SharedResults(dict[tuple[Any, ...], Any]):
 
 
 def share_checks() -> None:
-    """Use the folder that the environment names, in this process and its forks."""
-    if folder := os.environ.get(FOLDER):
-        results = architecture.results = SharedResults()
-
-        def computed(config: PretrainedConfig, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
-            if not results.shares or not shared(config):
-                return compute()
-            hf.register_kernels()  # which checks do, too
-            return result_of_file(Path(folder), repr(key), compute, nothing_replaced)
-
-        architecture.compute_result = computed
+    """Share the results of checks that this process and its forks run from now on."""
+    if not isinstance(architecture.results, SharedResults):
+        architecture.results, architecture.compute_result = SharedResults(), compute_result
+    architecture.results.shares = True
 
 
-def share_again() -> None:
-    """After a case whose ranks may have dropped their results."""
-    if isinstance(architecture.results, SharedResults):
-        architecture.results.shares = True
+def compute_result(config: PretrainedConfig, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+    """In place of weft's own: the result of another process, if there is one and nothing is replaced here."""
+    folder, results = os.environ.get(FOLDER), architecture.results
+    shares = isinstance(results, SharedResults) and results.shares and shared(config) and nothing_replaced()
+    if folder is None or not shares:
+        return compute()
+    hf.register_kernels()  # which checks do, too
+    return result_of_file(Path(folder), repr(key), compute)
 
 
 def shared(config: PretrainedConfig) -> bool:
@@ -67,9 +62,8 @@ def shared(config: PretrainedConfig) -> bool:
     return type(config).__module__.startswith("transformers.models.") and not registers
 
 
-def result_of_file(folder: Path, key: str, compute: Callable[[], Any], kept: Callable[[], bool] = lambda: True) -> Any:
-    """The result that the folder has for this key; else compute it, while other processes wait. kept: whether a result
-    that was computed may be written."""
+def result_of_file(folder: Path, key: str, compute: Callable[[], Any]) -> Any:
+    """The result that the folder has for this key; else compute it, while other processes wait."""
     path = folder / hashlib.sha256(key.encode()).hexdigest()
     with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # a process that dies releases it
@@ -78,12 +72,10 @@ def result_of_file(folder: Path, key: str, compute: Callable[[], Any], kept: Cal
             return pickle.loads(content)
         result = compute()
         with suppress(pickle.PicklingError, TypeError, AttributeError):
-            content = pickle.dumps(result)
-            if kept():
-                file.write(content)
+            file.write(pickle.dumps(result))
         return result
 
 
 def nothing_replaced() -> bool:
     """Whether no test has replaced code that checks run in this process."""
-    return set(replacements(*_OF_CHECKS)) <= {_HOOK}
+    return not any(replacements(*_OF_CHECKS))
