@@ -667,10 +667,13 @@ with (run / "metrics.jsonl").open("a") as file:
 from weft.errors import ActorError
 from weft.launch.entrypoint import guarded
 def end():
-    raise ActorError(*ends[attempt].split(": ")[::-1])
+    raise ActorError(*ends[attempt].removesuffix(", crash").split(": ")[::-1])
 if ends[attempt] in ("kill", "stop"):
     os.kill(os.getpid(), 9 if ends[attempt] == "kill" else 19)
-sys.exit(guarded(end) if ":" in ends[attempt] else int(ends[attempt]))
+status = guarded(end) if ":" in ends[attempt] else int(ends[attempt])
+if ends[attempt].endswith(", crash"):
+    os.kill(os.getpid(), 11)
+sys.exit(status)
 """
 
 
@@ -696,6 +699,7 @@ sys.exit(guarded(end) if ":" in ends[attempt] else int(ends[attempt]))
             "it has failed twice at step 2 with the same error",
         ),
         (["failed: boom", "failed: bang", "0"], 3, 0, "restart 2 of 3: the attempt failed at step 2 (failed)"),
+        (["hang: no progress, crash", "0"], 2, 0, "restart 1 of 3: the attempt failed at step 2 (hang)"),
         # Ray's native code ends its process without a report when a part of Ray has died.
         (["1", "1", "1", "0"], 4, 0, "restart 3 of 3: the attempt failed at step 2 (failed)"),
         (["1", "1", "1", "1"], 4, 1, "  4  at step 2 (failed): the controller ended with exit status 1\n"),

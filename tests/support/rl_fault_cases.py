@@ -243,17 +243,20 @@ def make_models(task: Path) -> None:
 
 
 def read_models() -> dict[str, RlCase]:
-    """Separate ranks of a reward model or a reference are killed or stopped in each of their phases, or answer
-    nonsense: weft restarts them. Without restarts, and after too many, the run ends. A teacher in the trainer's ranks
-    fails. Models always answer nonsense."""
+    """Separate ranks of a reward model, a reference or a teacher are killed or stopped in each of their phases, or
+    answer nonsense: weft restarts them. Without restarts, and after too many, the run ends. A teacher in the trainer's
+    ranks fails. Models always answer nonsense."""
     later, cases = "run/checkpoints/step-000001", dict[str, RlCase]()
     goes_on: dict[str, Any] = {"status": 0, "saved": 3, "lost": ALL, "resumes": False}
     measured = ["rl.kl_coef=0.1", "reference.ranks=1"]
+    taught = [*TAUGHT, "rl.teacher_in=advantage", "cluster.devices={trainer: 1, teacher: 1}"]
     for model, words, name, when, fault in (
         ("reward model", SCORED, "loading", "loading the models", {"phase": "load"}),
         ("reward model", SCORED, "scoring", "computing rewards, step 2", {"phase": "score", "after": later}),
         ("reference", measured, "loading", "loading the models", {"phase": "load"}),
         ("reference", measured, "reading", "computing logprobs, step 2", {"phase": "logprobs", "after": later}),
+        ("teacher", taught, "loading", "loading the models", {"phase": "load"}),
+        ("teacher", taught, "reading", "computing logprobs, step 2", {"phase": "logprobs", "after": later}),
     ):
         common: dict[str, Any] = {"when": when, "on": f"Ray, a {model}", **goes_on}
         for do, done, options in (("kill", "killed", []), ("stop", "stopped", SOON)):
@@ -261,7 +264,7 @@ def read_models() -> dict[str, RlCase]:
                 fault=RlFault(who="reference_critic", do=do, step=0, once="once", **fault), words=[*words, *options],
                 says=[rf"restart  {model} ranks are started again, restart 1 of 3", f"{model} ranks load"], **common,
             )  # fmt: skip
-    for model, words in (("reference", measured),):
+    for model, words in (("reference", measured), ("teacher", taught)):
         again = rf"restart  {model} ranks are started again, restart 1 of 3 .*: the {model} "
         in_step = {"when": "computing logprobs, step 1"}
         for do, done, says in (

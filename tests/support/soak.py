@@ -40,7 +40,7 @@ _PROGRAM = "from tests.support.soak import main; main()"
 
 @dataclass(frozen=True)
 class StruckPart:
-    """ways: how it is struck, each as likely as it is often here. which: whether a process is one of this part; None:
+    """ways: how it is struck, in turns. which: whether a process is one of this part; None:
     a process that has noted the part's name. rest: seconds in which it is not struck again. ends: whether a strike ends
     an attempt of --restarts: then no such part is struck before the next attempt has done a step."""
 
@@ -81,7 +81,8 @@ def run_struck(
                 if not ready or not (run / after).exists():
                     continue
                 name = chance.choice(ready)
-                way = chance.choice(parts[name].ways)
+                ways = parts[name].ways
+                way = ways[sum(n for key, n in struck.items() if key.startswith(f"{name}: ")) % len(ways)]
                 if way == "nonsense" and any(orders.iterdir()):
                     continue
                 if way == "nonsense":

@@ -168,7 +168,9 @@ def attempt_alone(
         run = note.read_text(encoding="utf-8") if note.exists() else ""
         report = next(iter(reports.read_all(scratch)), None)
     message = report.message if report is not None else f"the controller ended with exit status {status}"
-    if status < 0:
+    if status < 0 and report is not None:  # it crashed, or was killed, after it had reported a failure
+        status = report.status
+    elif status < 0:
         message = next(iter(hangs), f"the controller was killed by {signal.Signals(-status).name}")
         say(message, error=True)
         status = STATUS["hang" if hangs else "killed"]
