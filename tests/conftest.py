@@ -98,10 +98,10 @@ def _checks_run_again(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _forgetting(replace: Callable[..., None]) -> Callable[..., None]:
     """A method of monkeypatch, before which the results of checks are dropped, as they are after the test. The
-    environment is no code."""
+    environment, and the path, arguments and streams of `sys`, are no code that checks run."""
 
     def forget_and_replace(*args: Any, **kwargs: Any) -> None:
-        if args[0] is not os.environ:
+        if args[0] is not os.environ and args[0] is not sys:
             _forget_checks()
             replace.__self__.replaced = True  # type: ignore[attr-defined]
         replace(*args, **kwargs)

@@ -11,7 +11,6 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def workplace(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "path", list(sys.path))  # modules of the pages are found here, and nowhere else later
-    monkeypatch.delitem(sys.modules, "my_losses", raising=False)
+    sys.modules.pop("my_losses", None)  # another page's
     for name in MODELS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(models)
@@ -74,12 +73,14 @@ def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_cell_of_a_notebook_that_starts_reinforcement_learning_runs(workplace: Path) -> None:
+def test_the_cell_of_a_notebook_that_starts_reinforcement_learning_runs(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As it stands; threads of this process are in place of Ray's actors."""
     (block,) = [block for block in blocks(ROOT / "docs/how-to/notebook.md") if "weft.rl(" in block.text]
     space: dict[str, Any] = {"__name__": "__main__"}
-    with mock.patch.object(rl, "open_actors", local_actors):
-        exec(compile(block.text, "notebook.md", "exec"), space)
+    monkeypatch.setattr(rl, "open_actors", local_actors)
+    exec(compile(block.text, "notebook.md", "exec"), space)
     run = space["run"]
     assert [line["step"] for line in run.metrics] == list(range(1, 21)) and len(run.rollouts) == 20
     assert {"rewards/is_right/mean", "rewards/length/mean"} <= run.metrics[-1].keys()
