@@ -49,11 +49,22 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 def product(a_MK: Tensor, a_scale_M1: Tensor, b_NK: Tensor, b_scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
     """a b^T of rounded matrices, [M, N] in `dtype`, summed in fp32. Other devices than CUDA multiply the same numbers
     in fp32."""
+    return torch.ops.weft.fp8_product(a_MK, a_scale_M1, b_NK, b_scale_N1, dtype)
+
+
+# An operator of its own: torch.compile cannot trace scaled_mm in torch 2.11, and ends the graph of a layer at each one.
+@torch.library.custom_op("weft::fp8_product", mutates_args=())
+def _product(a_MK: Tensor, a_scale_M1: Tensor, b_NK: Tensor, b_scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
     if a_MK.device.type != "cuda":
         return ((a_MK.float() @ b_NK.float().T) * (a_scale_M1 * b_scale_N1.T)).to(dtype)
     by_row = F.ScalingType.RowWise
     out: Tensor = F.scaled_mm(a_MK, b_NK.T, a_scale_M1, by_row, b_scale_N1.T, by_row, output_dtype=dtype)
     return out
+
+
+@_product.register_fake
+def _(a_MK: Tensor, a_scale_M1: Tensor, b_NK: Tensor, b_scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
+    return a_MK.new_empty(len(a_MK), len(b_NK), dtype=dtype)
 
 
 class _Linear(torch.autograd.Function):
