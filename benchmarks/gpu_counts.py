@@ -50,6 +50,7 @@ from weft.launch.process import fake_ranks
 from weft.recipes.plan.simulate import Step, make_state, plan_of, rows_of
 
 RATE, BYTES = 700e12, 3.0e12  # of one H100, as matmuls and passes over memory reach them
+_OF_EXPERTS = ("swiglu", "swiglu_gradient", "sum_rows")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
 _COPIES = ("copy_", "_to_copy", "clone", "cat", "stack", "chunk_cat", "_foreach_copy_", "constant_pad_nd")
 _FREE = (
@@ -113,7 +114,7 @@ class OperationCounts(TorchDispatchMode):
         elif "fused_adam" in name:
             self.add("optimizer", sum(4 * 7 * t.numel() for t in args[0]))
         elif func.namespace == "weft":
-            self.add("kernels of experts" if "swiglu" in name else "head kernels", touched)
+            self.add("kernels of experts" if name in _OF_EXPERTS else "head kernels", touched)
         else:
             self.add("copies" if name in _COPIES else "elementwise", touched)
         return out

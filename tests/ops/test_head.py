@@ -421,7 +421,7 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "weft.ops.head_kernels", wrong)
     monkeypatch.setattr(ops, "head_kernels", wrong, raising=False)
     monkeypatch.setattr(kernel_trial, "find_spec", lambda name: object())
-    with pytest.warns(UserWarning, match="computes without its Triton kernels on cpu: their results differ by"):
+    with pytest.warns(UserWarning, match="computes without Triton kernels on cpu: their results differ by"):
         assert not head.check_kernels.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 

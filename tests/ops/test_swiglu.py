@@ -1,4 +1,5 @@
-"""weft.ops.swiglu against autograd of the formula, and its kernels under Triton's interpreter and compiler."""
+"""weft.ops.swiglu against autograd of the formula, and the kernels of experts under Triton's interpreter and
+compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from tests.ops.test_head import Operators
 from weft import ops
 from weft.launch.simulated import Simulation
-from weft.ops import kernel_trial, swiglu
+from weft.ops import dispatch, kernel_trial, swiglu
 
 
 def operands(dtype: torch.dtype, weights: torch.dtype, rows: int = 7) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +70,7 @@ def in_process(body: str, **environment: str) -> str:
 def compare_kernels() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         assert swiglu.check_kernels(torch.device("cpu"), dtype), dtype
+        assert dispatch.check_kernel(torch.device("cpu"), dtype), dtype
 
 
 def test_kernels_equal_the_operations() -> None:
@@ -81,14 +83,22 @@ def compile_kernels() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from weft.ops import swiglu_kernels
+    from weft.ops import expert_kernels
 
-    for kernel in (swiglu_kernels._forward, swiglu_kernels._backward):
+    for kernel in (expert_kernels._forward, expert_kernels._backward):
         for weights in ("*bf16", "*fp32"):
             types_of = {"width": "i32", "weights": weights, "grad_weights": weights, "BLOCK": "constexpr"}
             signature = {name: types_of.get(name, "*bf16") for name in kernel.arg_names}
-            source = ASTSource(kernel, signature, {(kernel.arg_names.index("BLOCK"),): swiglu_kernels._BLOCK})
+            source = ASTSource(kernel, signature, {(kernel.arg_names.index("BLOCK"),): expert_kernels._BLOCK})
             assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
+    names = expert_kernels._sum_rows.arg_names
+    constants: dict[tuple[int, ...], int] = {
+        (names.index("CHOSEN"),): 8,
+        (names.index("BLOCK"),): expert_kernels._BLOCK,
+    }
+    types_of = {"width": "i32", "indices": "*i64", "CHOSEN": "constexpr", "BLOCK": "constexpr"}
+    source = ASTSource(expert_kernels._sum_rows, {name: types_of.get(name, "*bf16") for name in names}, constants)
+    assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
 
 
 def test_kernels_compile_for_a_gpu() -> None:
@@ -99,23 +109,40 @@ def test_kernels_compile_for_a_gpu() -> None:
 
 def test_kernels_name_nothing_that_tritons_compiler_refuses() -> None:
     """It reads annotations, too: as global names only modules and constexprs."""
-    code = ast.parse((Path(swiglu.__file__).parent / "swiglu_kernels.py").read_text())
+    code = ast.parse((Path(swiglu.__file__).parent / "expert_kernels.py").read_text())
     functions = [node for node in code.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
-    assert len(functions) == 2
+    assert len(functions) == 3
     for function in functions:
         names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
         stored = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {a.arg for a in function.args.args}
         assert {node.id for node in names} - stored <= {"tl", "range", "triton"}, function.name
 
 
+def test_on_cuda_the_sum_of_a_tokens_rows_is_a_kernel() -> None:
+    rows = torch.randn(12, 8, dtype=torch.bfloat16, requires_grad=True)
+    with Simulation("cuda").running(), Operators() as operators:
+        dispatch.sum_of_choices(rows, torch.randperm(12), 3)
+    assert operators.names["weft::sum_rows"] == 1 and "aten::_embedding_bag" not in operators.names
+
+
+def test_a_wrong_sum_of_rows_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = types.ModuleType("weft.ops.expert_kernels")
+    wrong.sum_rows = lambda rows, indices, out: out.copy_(rows[indices[:, :-1]].sum(1))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "weft.ops.expert_kernels", wrong)
+    monkeypatch.setattr(ops, "expert_kernels", wrong, raising=False)
+    monkeypatch.setattr(kernel_trial, "find_spec", lambda name: object())
+    with pytest.warns(UserWarning, match="Outputs of experts are added without Triton kernels"):
+        assert not dispatch.check_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16)
+
+
 def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = types.ModuleType("weft.ops.swiglu_kernels")
+    wrong = types.ModuleType("weft.ops.expert_kernels")
     wrong.forward = lambda x, weight, out: out.copy_(1.01 * swiglu.plain(x, weight))  # type: ignore[attr-defined]
     wrong.backward = lambda upstream, x, weight, *grads: [  # type: ignore[attr-defined]
         grad.copy_(truth) for grad, truth in zip(grads, swiglu.plain_gradient(upstream, x, weight), strict=True)
     ]
-    monkeypatch.setitem(sys.modules, "weft.ops.swiglu_kernels", wrong)
-    monkeypatch.setattr(ops, "swiglu_kernels", wrong, raising=False)
+    monkeypatch.setitem(sys.modules, "weft.ops.expert_kernels", wrong)
+    monkeypatch.setattr(ops, "expert_kernels", wrong, raising=False)
     monkeypatch.setattr(kernel_trial, "find_spec", lambda name: object())
-    with pytest.warns(UserWarning, match="SwiGLU of experts is computed without its Triton kernels"):
+    with pytest.warns(UserWarning, match="SwiGLU of experts is computed without Triton kernels"):
         assert not swiglu.check_kernels.__wrapped__(torch.device("cpu"), torch.bfloat16)

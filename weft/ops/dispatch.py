@@ -6,6 +6,7 @@ compute. E experts, P ranks, H width.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.launch.simulated import read
+from weft.launch.simulated import device_kind, is_simulated, read
 from weft.ops.communicator import Communicator, all_to_all
+from weft.ops.kernel_trial import try_kernels
 from weft.ops.recompute import reuse_in_recompute
 
 
@@ -164,8 +166,53 @@ class _SumOfChoices(torch.autograd.Function):
 def _gathered_sum(rows_SH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
     """[T, H]: the sum of each token's rows. It reads each row once and adds in fp32 in the order of choices, without
     atomics."""
-    rows_TK = inverse(order_S).view(-1, chosen)
-    return F.embedding_bag(rows_TK, rows_SH.detach(), mode="sum")
+    rows_SH, rows_TK = rows_SH.detach(), inverse(order_S).view(-1, chosen)
+    if _has_kernel(rows_SH):
+        return torch.ops.weft.sum_rows(rows_SH.contiguous(), rows_TK)
+    return _plain_sum(rows_SH, rows_TK)
+
+
+def _plain_sum(rows_SH: Tensor, indices_TK: Tensor) -> Tensor:
+    return F.embedding_bag(indices_TK, rows_SH, mode="sum")
+
+
+# torch's embedding_bag takes 0.73 ms on an H200 for 16,384 tokens x 8 rows of 2,048 in bf16, whose bytes take 0.14 ms.
+# The kernel is registered as an operator, so that simulations run without Triton.
+@torch.library.custom_op("weft::sum_rows", mutates_args=())
+def _sum_rows(rows: Tensor, indices: Tensor) -> Tensor:
+    from weft.ops import expert_kernels
+
+    out = rows.new_empty(len(indices), rows.shape[1])
+    expert_kernels.sum_rows(rows, indices, out)
+    return out
+
+
+@_sum_rows.register_fake
+def _(rows: Tensor, indices: Tensor) -> Tensor:
+    return rows.new_empty(len(indices), rows.shape[1])
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    if device_kind(rows.device) != "cuda" or rows.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return is_simulated() or check_kernel(rows.device, rows.dtype)
+
+
+@functools.cache
+def check_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel runs on this device and equals torch's operations in fp32, within the rounding of `dtype`."""
+    return try_kernels("Outputs of experts are added", device, functools.partial(_largest_difference, device, dtype))
+
+
+def _largest_difference(device: torch.device, dtype: torch.dtype) -> float:
+    """The largest difference between the kernel and torch's operation in fp32, as a multiple of the tolerance for
+    rounding to `dtype`. Infinite if a result is not finite."""
+    generator, tokens, chosen = torch.Generator().manual_seed(0), 5, 3
+    rows = torch.randn(tokens * chosen, 1500, generator=generator).to(device, dtype)
+    indices = torch.randperm(len(rows), generator=generator).view(tokens, chosen).to(device)
+    result, truth = _sum_rows(rows, indices).float(), _plain_sum(rows.float(), indices)
+    difference = ((result - truth).abs() / (torch.finfo(dtype).eps * (truth.abs() + 1e-3))).max()
+    return float(difference) if bool(difference.isfinite()) else float("inf")
 
 
 class _Permute(torch.autograd.Function):

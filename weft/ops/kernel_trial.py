@@ -23,5 +23,5 @@ def try_kernels(work: str, device: torch.device, worst: Callable[[], float]) -> 
     except Exception as error:  # of the compiler, the driver, or a kernel that this device does not support
         failure = f"they do not run ({type(error).__name__}: {error})"
     if failure:
-        warnings.warn(f"{work} without its Triton kernels on {device}: {failure}", stacklevel=3)
+        warnings.warn(f"{work} without Triton kernels on {device}: {failure}", stacklevel=3)
     return not failure

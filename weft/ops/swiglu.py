@@ -63,10 +63,10 @@ def plain_gradient(grad_SI: Tensor, x_S2I: Tensor, weight_S: Tensor) -> tuple[Te
 
 @torch.library.custom_op("weft::swiglu", mutates_args=())
 def _swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    from weft.ops import swiglu_kernels
+    from weft.ops import expert_kernels
 
     out = x.new_empty(len(x), x.shape[1] // 2)
-    swiglu_kernels.forward(x, weight, out)
+    expert_kernels.forward(x, weight, out)
     return out
 
 
@@ -77,10 +77,10 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("weft::swiglu_gradient", mutates_args=())
 def _swiglu_gradient(upstream: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    from weft.ops import swiglu_kernels
+    from weft.ops import expert_kernels
 
     grads = torch.empty_like(x), torch.empty_like(weight)
-    swiglu_kernels.backward(upstream, x, weight, *grads)
+    expert_kernels.backward(upstream, x, weight, *grads)
     return grads
 
 
