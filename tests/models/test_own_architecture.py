@@ -17,6 +17,8 @@ from tests.support.pool import run
 from tests.support.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from weft import cli
 from weft.config.load import imports_of_run
+from weft.engine.selfcheck.architecture import LENGTHS, examine
+from weft.engine.selfcheck.division import check_division
 from weft.errors import UserError
 from weft.launch.options import ChatOptions, ExportOptions
 from weft.models import hf
@@ -57,7 +59,7 @@ def far_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-FAR_MESHES = ["2", "2x1", "pp2", "cp2"]
+FAR_MESHES = ["2", "2x1", "pp2", "cp2", "tp2"]
 
 
 @pytest.mark.parametrize("mesh", FAR_MESHES)
@@ -67,9 +69,22 @@ def test_weights_that_only_some_documents_use(mesh: str, far_model: str) -> None
     assert verdict is not None and verdict.passed, verdict
 
 
+@pytest.mark.parametrize(
+    ("far_from", "longest", "uses_all"), [(0, LENGTHS[0], True), (40, 4 * LENGTHS[0], True), (9999, LENGTHS[0], False)]
+)
+def test_the_checks_have_documents_that_use_all_weights(far_from: int, longest: int, uses_all: bool) -> None:
+    """Code that no document of the checks runs might need whole rows between blocks."""
+    from tests.support.own_architecture import TwinConfig
+
+    config = TwinConfig(far_from=far_from, max_position_embeddings=256, architectures=["TwinForCausalLM"])
+    support = examine(config)
+    assert (support.longest, support.uses_all) == (longest, uses_all)
+    assert check_division(config, support, 2).sequence == (far_from == 0)
+
+
 @pytest.mark.table
 @pytest.mark.parametrize("reduce", ["every", "scatter", "last"])
-@pytest.mark.parametrize("mesh", ["2x2", "pp2x2", "pp2zx2", "pp2vx2x1", "2xcp2"])
+@pytest.mark.parametrize("mesh", ["2x2", "pp2x2", "pp2zx2", "pp2vx2x1", "2xcp2", "2xtp2", "cp2xtp2", "pp2xtp2"])
 def test_weights_that_only_some_documents_use_however_gradients_are_reduced(
     mesh: str, reduce: str, far_model: str
 ) -> None:

@@ -479,7 +479,7 @@ def context_of(spec: EngineSpec, built: BuiltModel, config: PretrainedConfig) ->
     if ulysses is None:
         return None
     try:
-        check_context(config, built.flops, cp, ulysses, tp, cuts_images(built))
+        check_context(config, built.flops, cp, ulysses, tp, cuts_images(built), built.support.longest)
     except UserError:
         if built.support.mixers and requested is None:  # whole documents are always exact
             return None

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.selfcheck.image import check_images, check_videos
@@ -27,6 +27,7 @@ from weft.engine.selfcheck.kinds import kinds_of
 from weft.engine.selfcheck.shrink import fewer_layers, narrow
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.facts import find_facts, position_limit
 from weft.models.families import FAMILIES, OWN_ATTENTION, family_of, with_family
 from weft.models.families.family import Layout
 from weft.models.mixer_kernels import dispatch_by_device
@@ -39,6 +40,7 @@ from weft.terminal import byte_count, counted
 # Single documents, too, are longer than every window and chunk (16) of a small copy; one has a single token.
 # 2, 3 and 4 divide the sum and the longest length, as tp divides rows with sequence parallelism
 LENGTHS = (36, 1, 24, 35)
+LONGEST = 64 * LENGTHS[0]  # tokens of the longest document with which weights are sought that only long ones use
 LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; most families are below 4e-6
 # Copies with several state mixers amplify rounding: ten times HuggingFace's own error is allowed, up to this tolerance.
 # Mistakes change logits by 1e-3 and more.
@@ -105,6 +107,8 @@ class ModelSupport:
     difference to HuggingFace, relative to the largest logit. attends: whether the model has attention. attention: the
     kinds of its attention calls. mixers: classes of the modules that carry state along the sequence. copy: the small
     copy, in words. head: name of the head. images, videos: why documents with them are refused; empty if they are not.
+    longest: tokens of the longest document of the checks; with it, the documents use the weights that only long
+    documents use. uses_all: whether they use every weight of the decoder layers.
     """
 
     layout: Layout
@@ -117,6 +121,8 @@ class ModelSupport:
     head: str
     images: str = ""
     videos: str = ""
+    longest: int = LENGTHS[0]
+    uses_all: bool = True
 
 
 def implementation(config: PretrainedConfig, kernel: str) -> str:
@@ -194,7 +200,8 @@ def _examine(config: PretrainedConfig, noise: hf.Noise) -> ModelSupport:
     family = family_of(config.get_text_config().model_type)
     small, reference, words = small_copies(config, "per_document")
     module = TrainModule(small).eval()
-    documents = documents_of(text_vocabulary(module))
+    longest, uses_all = _longest_document(reference)
+    documents = documents_of(text_vocabulary(module), longest)
     expected = [_reference_logits(reference, ids) for ids in documents]
     tolerance = _tolerance(reference, documents, expected)
     _check_noise(config, reference, noise, documents[0], expected[0])
@@ -224,7 +231,7 @@ def _examine(config: PretrainedConfig, noise: hf.Noise) -> ModelSupport:
             return ModelSupport(
                 layout, uses_bounds and (attends or bool(module.mixers)), worst, attends, tuple(sorted(kinds)),
                 tuple(sorted({type(boundary.mixer).__name__ for boundary in module.mixers.values()})), words,
-                module.facts.head, images, videos,
+                module.facts.head, images, videos, longest, uses_all,
             )  # fmt: skip
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
@@ -370,10 +377,44 @@ def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
     return model
 
 
-def documents_of(vocabulary: int) -> list[Tensor]:
-    """Random ids of the lengths in LENGTHS, each below `vocabulary`."""
+def documents_of(vocabulary: int, longest: int = LENGTHS[0]) -> list[Tensor]:
+    """Random ids of the lengths in LENGTHS, each below `vocabulary`. longest: length of the first document."""
     generator = torch.Generator().manual_seed(2)
-    return [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
+    return [torch.randint(1, vocabulary, (n,), generator=generator) for n in (longest, *LENGTHS[1:])]
+
+
+def _longest_document(reference: PreTrainedModel) -> tuple[int, bool]:
+    """(tokens of the longest document of the checks; whether it uses all weights of the decoder layers). It is longer
+    than LENGTHS[0] only if further weights are used with it."""
+    tokens = longest = LENGTHS[0]
+    fewest = _unused_weights(reference, longest)
+    while fewest and tokens < LONGEST and position_limit(reference.config.get_text_config()) is None:
+        tokens *= 4
+        try:
+            unused = _unused_weights(reference, tokens)
+        except Exception:  # any exception type: more tokens than the family's code supports
+            break
+        if unused < fewest:
+            longest, fewest = tokens, unused
+    return longest, fewest == 0
+
+
+def _unused_weights(reference: PreTrainedModel, tokens: int) -> int:
+    """Number of weights in the decoder layers that a document of this length does not use: their module does not run,
+    and they have no gradient. Modules that choose keys run without a gradient; some code reads weights of modules that
+    do not run."""
+    layers, ran = f"{find_facts(reference).layers}.", set[nn.Module]()
+    modules = [module for name, module in reference.named_modules() if name.startswith(layers)]
+    hooks = [module.register_forward_hook(lambda module, *_: ran.add(module)) for module in modules]
+    ids = documents_of(int(reference.config.get_text_config().vocab_size), tokens)[0]
+    logits = reference(input_ids=ids[None], use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    weights = [p for module in modules if module not in ran for p in module.parameters(recurse=False)]
+    weights = [p for p in weights if p.requires_grad]
+    if not weights:
+        return 0
+    return sum(gradient is None for gradient in torch.autograd.grad(logits.sum(), weights, allow_unused=True))
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.engine.batch.assigned_images import assign_images
 from weft.engine.batch.document import Document
 from weft.engine.batch.rows import cut_row
-from weft.engine.selfcheck.architecture import once_per_process, small_copy
+from weft.engine.selfcheck.architecture import LENGTHS, once_per_process, small_copy
 from weft.engine.selfcheck.harness import (
     Groups,
     Result,
@@ -36,7 +36,7 @@ from weft.models.vision import find_vision
 from weft.ops.communicator import Communicator, CPAxis
 from weft.ops.context import repeats
 
-_BUDGET = 20  # tokens per rank: all documents are longer, except the document of one token
+_BUDGET = 20  # tokens per rank: documents of LENGTHS are longer, except the document of one token
 
 
 def choose_ulysses(flops: FlopFacts, config: PretrainedConfig, cp: int, tp: int) -> int:
@@ -83,11 +83,17 @@ def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[in
 
 @once_per_process
 def check_context(
-    config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: int, tp: int, images: bool = False
+    config: PretrainedConfig,
+    flops: FlopFacts,
+    cp: int,
+    ulysses: int,
+    tp: int,
+    images: bool = False,
+    longest: int = LENGTHS[0],
 ) -> float:
     """The largest difference of a gradient, relative to the largest gradient of its parameter. Raises UserError, with
     the family and what differs, if it is too large or the heads cannot be divided. images: also check a document with
-    images."""
+    images. longest: of ModelSupport."""
     heads, _ = _heads(flops, config, tp)
     wrong = [h for h in heads if h % ulysses]
     if cp % ulysses or wrong:
@@ -95,7 +101,7 @@ def check_context(
         raise UserError(f"mesh.ulysses={ulysses} does not divide {divided}. Set mesh.ulysses=null to let weft choose.")
     small = small_copy(config, "per_document")
     ranks, reference = _ranks_of_copy(small, cp, ulysses), copy_of(small)
-    plan, documents = _documents(reference, ranks, images)
+    plan, documents = _documents(reference, ranks, images, longest)
     expected = run_row(reference, row_of(documents, vision=find_vision(reference.base, reference.facts)))
     return compare("cp", config, lambda: _run_cut(small, documents, plan), expected, tolerance_of(reference))
 
@@ -106,17 +112,20 @@ def _ranks_of_copy(small: PreTrainedModel, cp: int, ulysses: int) -> tuple[int, 
     return (2 if cp > ulysses else 1), (2 if ulysses > 1 and heads % 2 == 0 else 1)
 
 
-def _documents(module: TrainModule, ranks: tuple[int, int], images: bool) -> tuple[StepPlan, dict[int, Document]]:
+def _documents(
+    module: TrainModule, ranks: tuple[int, int], images: bool, longest: int
+) -> tuple[StepPlan, dict[int, Document]]:
     """Documents, and a plan that splits the longest of them."""
     ring, ulysses = ranks if ranks != (1, 1) else (2, 1)
-    vision, documents = find_vision(module.base, module.facts), list(text_documents(module).values())
+    vision, documents = find_vision(module.base, module.facts), list(text_documents(module, longest).values())
     if images and vision is not None:
         # A document with three images of several sizes, longer than a row.
         (pictures,) = image_documents(module, vision, [[("image", 1), ("image", 3), ("image", 2)]]).values()
         texts = [replace(d, tokens=d.tokens.masked_fill(vision.token_types(d.tokens) > 0, 1)) for d in documents]
         documents = [pictures, *texts]
     metadata = [document.meta(cost=float(len(document) ** 2)) for document in documents]
-    plan = plan_step(metadata, ranks=ring * ulysses, budget=_BUDGET, ring=ring, ulysses=ulysses, cuts_images=images)
+    budget = _BUDGET * longest // LENGTHS[0]
+    plan = plan_step(metadata, ranks=ring * ulysses, budget=budget, ring=ring, ulysses=ulysses, cuts_images=images)
     return plan, dict(enumerate(documents))
 
 

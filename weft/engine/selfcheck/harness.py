@@ -104,10 +104,11 @@ def tolerance_of(module: TrainModule) -> float:
 # ---------------------------------------------------------------- rows
 
 
-def text_documents(module: TrainModule) -> dict[int, Document]:
-    """Documents with the lengths in architecture.LENGTHS, and with a different loss weight for each token."""
-    weights = torch.linspace(0.5, 1.5, 64)
-    return {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(text_vocabulary(module)))}
+def text_documents(module: TrainModule, longest: int) -> dict[int, Document]:
+    """Documents with the lengths in architecture.LENGTHS, and with a different loss weight for each token. longest: of
+    ModelSupport."""
+    weights, vocabulary = torch.linspace(0.5, 1.5, max(64, longest)), text_vocabulary(module)
+    return {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(vocabulary, longest))}
 
 
 def image_documents(module: TrainModule, vision: Vision, kinds: Sequence[Sequence[MediaKind]]) -> dict[int, Document]:

@@ -49,7 +49,7 @@ def check_pipeline(
     """
     small = small_copy(config, "per_document")
     reference = copy_of(small)
-    row = row_of(text_documents(reference), support.layout)
+    row = row_of(text_documents(reference, support.longest), support.layout)
     try:
         interface = _Trace(copy_of(small), compute).run(row, support)
     except _UnfitError as error:

@@ -26,7 +26,7 @@ def check_scores(config: PretrainedConfig, support: ModelSupport) -> None:
     document's last token, or of each token. config: of hf.with_scores."""
     model, reference, _ = small_copies(config, "per_document")
     module, text = TrainModule(model).eval(), reference.config.get_text_config()
-    documents = [ids for ids in documents_of(int(text.vocab_size)) if len(ids) > 1]
+    documents = [ids for ids in documents_of(int(text.vocab_size), support.longest) if len(ids) > 1]
     pad = text.pad_token_id
     documents = [torch.where(ids == pad, ids - 1, ids) for ids in documents] if pad else documents
     worst = 0.0

@@ -291,7 +291,8 @@ class Blueprint:
             ulysses = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
             kind = cp > (ulysses or 1), (ulysses or 1) > 1
             if ulysses is not None and (kind not in self._contexts or self.config.mesh.ulysses is not None):
-                check_context(self.checked, self.built.flops, cp, ulysses, tp, cuts_images(self.built))
+                longest = self.built.support.longest
+                check_context(self.checked, self.built.flops, cp, ulysses, tp, cuts_images(self.built), longest)
                 self._contexts.add(kind)
             self._ulysses[cp, tp] = ulysses
         return self._ulysses[cp, tp]
