@@ -327,7 +327,7 @@ class Tables:
     def drafts(self) -> str:
         """The configs for which `weft migrate` makes drafts, and the advice for others."""
         titles = {
-            kind: " and ".join(trainer.short for trainer in self.trainers if command in trainer.jobs)
+            kind: ", ".join(trainer.short for trainer in self.trainers if command in trainer.jobs)
             for kind, command in KINDS.items()
         }
         others = "; ".join(f"{kind} for {titles[kind]}" for kind in reversed(KINDS) if titles[kind])
