@@ -131,7 +131,7 @@ def measure(path: str, tokens: int, setting: dict[str, Any]) -> Measured:
     before, _ = resident()
     seconds = step(engine, documents)
     _, peak = resident()
-    activations = Activations.of(engine.config)
+    activations = Activations.from_config(engine.config)
     saved = saved_bytes(engine.built.config, engine.precision.compute, tiled=activations.tile is not None)
     activation_bytes = saved.bytes(tokens, activations)
     return Measured(

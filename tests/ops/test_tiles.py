@@ -135,7 +135,7 @@ def test_sums_of_16_bits_are_rounded_once() -> None:
 )
 def test_long_rows_run_in_tiles_by_themselves(tokens: int, model: dict[str, Any], tile: int | None) -> None:
     config = engine_config("x", "1", model=model, step={"max_tokens_per_device": tokens})
-    assert Activations.of(config).tile == tile
+    assert Activations.from_config(config).tile == tile
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,11 @@ def test_each_proposal_is_taken_as_it_is_printed_and_saves_what_it_says(case: st
     def situation(*overrides: str) -> Situation:
         every = ["data.path=examples/chat.jsonl", *words, *overrides]
         config = load_config([f"examples/{example}.yaml"], every, SftConfig, weights=False)
-        return Situation.of(config, world, "cpu", H100)
+        return Situation.from_config(config, world, "cpu", H100)
 
     def fullest_and_seconds(run: Situation) -> tuple[int, float]:
         budget = run.model.config.step.max_tokens_per_device
-        memory, seconds = run.memory_and_seconds(Choice.of(run.model.config), budget)
+        memory, seconds = run.memory_and_seconds(Choice.from_config(run.model.config), budget)
         return memory.fullest, seconds
 
     run = situation()
@@ -120,7 +120,7 @@ def test_auto_takes_what_the_search_proposes(words: list[str], gibs: Sequence[in
         stated = replace(config, model=replace(config.model, recompute="full"))
         model = Blueprint(EngineConfig.from_config(stated), "cpu", small)
         best = search(Search(stated, model, machine_of(small), 1, [length] * 8, stated=True)).best
-        assert not best[0].choice.changes(Choice.of(auto))
+        assert not best[0].choice.changes(Choice.from_config(auto))
         assert not check_config(auto)
         assert all(not check_config(proposal.choice.apply(stated)) for proposal in best)
 
@@ -137,12 +137,12 @@ def test_a_run_that_ran_out_of_memory_ends_with_the_account(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(sft, "run", run)
-    original = Situation.of
+    original = Situation.from_config
 
     def on_h100(config: Any, world: int, device: Any, assumed: Accelerator | None = None) -> Situation:
         return original(config, 8, device, H100)
 
-    monkeypatch.setattr(Situation, "of", staticmethod(on_h100))
+    monkeypatch.setattr(Situation, "from_config", staticmethod(on_h100))
     monkeypatch.setattr(cli, "check_installed", lambda *_: None)
     words = ["sft", "--nproc", "1", "--device", "cpu", f"model.path={ROOT / 'examples/models/Qwen3-4B'}"]
     words += ["data.path=examples/chat.jsonl", "step.documents=8", "model.init=random", f"run.dir={tmp_path / 'run'}"]

@@ -741,7 +741,7 @@ def test_overrides_of_settings_lead_to_them() -> None:
     whole MLPs do."""
     config = sft_config(saved_model("llama"))
     config = replace(config, step=replace(config.step, max_tokens_per_device=65_536))
-    stated = Choice.of(config)
+    stated = Choice.from_config(config)
     assert stated.tile is None and AUTO_TILE < 65_536
     tiled = replace(stated, recompute="full", tile=AUTO_TILE)
     assert tiled.overrides(config) == ["model.recompute=full"]

@@ -66,7 +66,7 @@ class Activations:
     tile: int | None = None
 
     @staticmethod
-    def of(config: Any) -> Activations:
+    def from_config(config: Any) -> Activations:
         """The values of the sections `model`, `lora` and `step` of a config."""
         model, policy = config.model, policy_of(config.model.recompute)
         tile = None if isinstance(model.tiled_mlp, str) else model.tiled_mlp

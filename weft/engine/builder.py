@@ -276,7 +276,7 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
     base = None if config.lora.base == "compute" else base_format(config.lora.base, built.load)
     units, divided, pipeline = parallelize(
         module, spec.mesh, built.config, config.model, config.fsdp, spec.precision, ranks.tensors_on,
-        sequence=sequence, stages=stages, activations=Activations.of(config),
+        sequence=sequence, stages=stages, activations=Activations.from_config(config),
         fused_norms=fuses_norms(config, ranks.device), base=base,
     )  # fmt: skip
     if pipeline is not None:
@@ -312,7 +312,7 @@ def open_offload(
         config.mesh.pp_schedule, stages, 0 if spec.mesh.pp is None else spec.mesh.pp.rank
     )
     all_rows = stages is not None and config.mesh.pp_schedule == "GPipe"  # the number of rows is unknown
-    size = saved.on_host(config.step.max_tokens_per_device, Activations.of(config), layers, rows)
+    size = saved.on_host(config.step.max_tokens_per_device, Activations.from_config(config), layers, rows)
     offload.open(spec.ranks.device, None if all_rows else size)
 
 
@@ -322,7 +322,7 @@ def saved_of(
     """The activations that a rank of this mesh stores of a row for backward. Errors of families that cannot run on meta
     propagate."""
     ring, ulysses = (1, 1) if context is None else (context.ring_size, context.ulysses_size)
-    sharing, tiled = RowSharing(mesh.tp_size, ring, ulysses, sequence), Activations.of(config).tile is not None
+    sharing, tiled = RowSharing(mesh.tp_size, ring, ulysses, sequence), Activations.from_config(config).tile is not None
     return saved_bytes(built.config, precision.compute, sharing, tiled=tiled)
 
 
@@ -378,7 +378,7 @@ def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) 
     layer_needed = config.exact or config.deterministic or spec.mesh.pp_size > 1 or built.vision is not None
     policy = policy_of(config.model.recompute)
     layer_needed = layer_needed or (policy is not None and policy.keeps_operations) or config.lora.base != "compute"
-    layer_needed = layer_needed or Activations.of(config).tile is not None
+    layer_needed = layer_needed or Activations.from_config(config).tile is not None
     read = bool(ReadoutSpec.parse(readouts).hidden)
     if spec.ranks.device.type != "cuda" or not spec.trained or precise or layers or layer_needed or read:
         return False

@@ -201,7 +201,7 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
 def _activations(engine: Engine) -> str:
     """Describes the activations that the largest row stores for backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
-    activations = Activations.of(engine.config)
+    activations = Activations.from_config(engine.config)
     bound = "at most " if engine.lora is not None or model.freeze else ""
     stages, cut = engine.stages, engine.context
     try:
@@ -316,7 +316,7 @@ def _model_lines(
     if engine.module.quantised_shapes:
         yield f"lora     {describe_quantised(engine.module, sum(elements.values()))}"
     model = engine.config.model
-    transforms = chosen_transforms(model, Activations.of(engine.config), fused_norms=False)
+    transforms = chosen_transforms(model, Activations.from_config(engine.config), fused_norms=False)
     layers = ", ".join(filter(None, (transform.describe(engine.module) for transform in transforms)))
     if layers:
         yield f"layers   {layers}"

@@ -46,7 +46,7 @@ def read_answers(
 
     name: the data set (ReferenceSums.documents). The step has its documents `indices`.
     """
-    data, sums = reference.documents[name], reference.of(name, indices)
+    data, sums = reference.documents[name], reference.sums_of(name, indices)
     assert isinstance(data, Documents)
     preference, rows = config.preference, np.array(indices, np.int64)
     roles, paired = np.array(ROLES)[data.roles[rows]], config.preference.is_paired

@@ -67,7 +67,7 @@ class ReferenceSums(FrozenReadings):
             name: torch.full((len(data_set),), torch.nan, dtype=torch.float64) for name, data_set in documents.items()
         }
 
-    def of(self, name: str, indices: Sequence[int]) -> Tensor:
+    def sums_of(self, name: str, indices: Sequence[int]) -> Tensor:
         """[indices] fp64: the sums of these documents of a data set. Raises RuntimeError for a document that is in no
         cache. Collective."""
         chosen = torch.tensor(indices, dtype=torch.int64)
@@ -180,7 +180,7 @@ class NoReference(ReferenceSums):
     def __init__(self, config: DpoConfig, documents: Mapping[str, Sequence[Document]]) -> None:
         super().__init__(config, None, documents, adapters_off=False)
 
-    def of(self, name: str, indices: Sequence[int]) -> Tensor:
+    def sums_of(self, name: str, indices: Sequence[int]) -> Tensor:
         return torch.zeros(len(indices), dtype=torch.float64)
 
     def state(self) -> dict[str, str]:

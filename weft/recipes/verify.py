@@ -304,7 +304,7 @@ def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options
             if reference.engine not in (None, engine):
                 metadata = reference.engine.planner.metadata(documents)
                 cut_documents(reference.engine, max(lengths_of(documents)), metadata)
-            readings = Readings(reference.of(TRAINED, range(len(documents))))
+            readings = Readings(reference.sums_of(TRAINED, range(len(documents))))
         for seed in range(1, 9):
             kl = 0.0
             if "kto" in exact.preference.losses:

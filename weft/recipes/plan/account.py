@@ -50,7 +50,9 @@ class Situation:
     other_bytes: int
 
     @staticmethod
-    def of(config: SftConfig | RlConfig, world: int, device: Device, assumed: Accelerator | None = None) -> Situation:
+    def from_config(
+        config: SftConfig | RlConfig, world: int, device: Device, assumed: Accelerator | None = None
+    ) -> Situation:
         """assumed: the accelerator that a dry run assumes; None: this machine's device."""
         engine = policy_config(config) if isinstance(config, RlConfig) else EngineConfig.from_config(config)
         if engine.model.recompute == "auto":
@@ -104,7 +106,7 @@ class Situation:
         """(memory of the fullest rank, seconds per token in a step) with these settings. length: tokens of each
         document; None for the longest possible."""
         model, chosen_mesh = self.model, mesh or self.mesh
-        stated = Choice.of(model.config)
+        stated = Choice.from_config(model.config)
         if (choice.cpu_offload, choice.state_dtype, choice.base) != (
             stated.cpu_offload, stated.state_dtype, stated.base
         ):  # fmt: skip
@@ -128,8 +130,8 @@ def with_chosen_recompute(
             "model.recompute=auto is chosen before the ranks form a process group, and these already have one: set "
             "model.recompute to none, selective or full."
         )
-    situation = Situation.of(config, world, device, assumed)
-    stated, budget = Choice.of(situation.model.config), config.step.max_tokens_per_device
+    situation = Situation.from_config(config, world, device, assumed)
+    stated, budget = Choice.from_config(situation.model.config), config.step.max_tokens_per_device
     room = situation.machine.usable * situation.room - situation.other_bytes
     # On the CPU activations that go to the host would stay where they are.
     offloads = ("off", "inputs", "kept") if situation.model.assumed is not None else (stated.offload,)
@@ -168,7 +170,7 @@ class Knob:
 def knobs(situation: Situation) -> list[Knob]:
     """The changes that save memory, in the order of their cost in time. For each key: the cheapest change that is
     worthwhile; if no change is, the change that saves most."""
-    stated, config = Choice.of(situation.model.config), situation.model.config
+    stated, config = Choice.from_config(situation.model.config), situation.model.config
     budget = config.step.max_tokens_per_device
     now, seconds = situation.memory_and_seconds(stated, budget)
     options: list[Knob] = []
@@ -217,9 +219,9 @@ def knobs(situation: Situation) -> list[Knob]:
 def account_lines(config: SftConfig | RlConfig, world: int, device: Device) -> Iterator[str]:
     """The estimated memory of a rank, and the cheapest settings that save memory."""
     hf.import_architectures(config.model.imports, config.model.path)
-    situation = Situation.of(config, world, device)
+    situation = Situation.from_config(config, world, device)
     memory, _ = situation.memory_and_seconds(
-        Choice.of(situation.model.config), situation.model.config.step.max_tokens_per_device
+        Choice.from_config(situation.model.config), situation.model.config.step.max_tokens_per_device
     )
     parts = [
         ("weights", memory.share.weights), ("gradients", memory.share.gradients),

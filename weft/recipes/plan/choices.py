@@ -28,9 +28,9 @@ class Choice:
     base: Literal["compute", "nf4"]
 
     @staticmethod
-    def of(config: Any) -> Choice:
+    def from_config(config: Any) -> Choice:
         """The settings of a config, of a command or of an engine."""
-        activations = Activations.of(config)
+        activations = Activations.from_config(config)
         return Choice(
             activations.recompute or "none", activations.offload, activations.tile, config.fsdp.cpu_offload,
             config.optimizer.state_dtype, config.lora.base,
@@ -70,8 +70,8 @@ class Choice:
     def overrides(self, config: Any) -> list[str]:
         """The overrides that change a config, of a command or of an engine, to these settings. A tile that
         model.tiled_mlp=auto chooses with this recomputation needs no override."""
-        resolved = Activations.of(replace(config, model=replace(config.model, recompute=self.recompute)))
-        return self.changes(replace(Choice.of(config), tile=resolved.tile))
+        resolved = Activations.from_config(replace(config, model=replace(config.model, recompute=self.recompute)))
+        return self.changes(replace(Choice.from_config(config), tile=resolved.tile))
 
     def lossy(self, other: Choice) -> int:
         """The number of lossy settings that are only in this choice."""
@@ -89,7 +89,7 @@ def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
     """Groups of settings. A group has the options of each recompute policy, the fastest first; policies are also
     ordered by time. The groups are tried in this order: exact settings; exact settings with the optimizer, or all
     shards, on the host; and lossy settings, alone and combined. adapters: whether LoRA adapters are trained."""
-    base, stored = Choice.of(config), activation_choices(config)
+    base, stored = Choice.from_config(config), activation_choices(config)
     quantises = base.state_dtype in ("auto", "fp32") and config.optimizer.name == "adamw"
     lossy: list[dict[str, Any]] = [{"state_dtype": "int8"}] if quantises else []
     if adapters and base.base == "compute":
@@ -107,13 +107,13 @@ def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
 def activation_choices(config: Any) -> list[list[Choice]]:
     """The config's settings with each recompute policy, tile and offload that the config allows, as in `choices`.
     Activations that the config sends to the host stay there."""
-    base, compiled = Choice.of(config), config.model.compile is True
+    base, compiled = Choice.from_config(config), config.model.compile is True
     by_policy = []
     for policy in (*POLICIES, *([] if base.recompute in POLICIES else [base.recompute])):
         keeps = policy_of(policy)
         if compiled and keeps is not None and keeps.keeps_operations:
             continue
-        tile = Activations.of(replace(config, model=replace(config.model, recompute=policy))).tile
+        tile = Activations.from_config(replace(config, model=replace(config.model, recompute=policy))).tile
         tiles = dict.fromkeys((tile, None if compiled or config.lora.dropout > 0 else tile or AUTO_TILE))
         offloads = [offload for offload in _offloads(policy) if offload != "off" or base.offload == "off"]
         if offloads:

@@ -95,7 +95,7 @@ def memory_by_stage(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, activations: Activations | None = None
 ) -> list[Memory]:
     """For each stage, the memory of the rank that has most between steps. Arguments: see memory_of."""
-    chosen = Activations.of(model.config) if activations is None else activations
+    chosen = Activations.from_config(model.config) if activations is None else activations
     return [_of_stage(model, mesh, holdings, rows, chosen) for holdings in shares_by_stage(model, mesh)]
 
 

@@ -268,7 +268,7 @@ def _proposals(
     every_policy: also return recomputation policies that are slower than one that fits."""
     machine, budget, least = problem.machine, _budget(problem, mesh), 0
     plan, rows = rows_of(problem.model, mesh, budget)
-    stated = Choice.of(problem.config)
+    stated = Choice.from_config(problem.config)
     proposals: list[list[Proposal]] = []
     for group in choices(problem.config, adapters=problem.model.built.lora is not None):
         model = _variant(problem, group[0][0], variants)

@@ -94,7 +94,7 @@ def time_of(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, activations: Activations | None = None
 ) -> StepTime:
     """The time of a step of these rows. activations: None for the activations of the config."""
-    chosen = Activations.of(model.config) if activations is None else activations
+    chosen = Activations.from_config(model.config) if activations is None else activations
     holdings = shares_by_stage(model, mesh)
     moved = [
         transfers(model, mesh, stage_holdings, rows.load, recompute=chosen.recompute) for stage_holdings in holdings

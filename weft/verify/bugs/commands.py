@@ -78,7 +78,7 @@ def reference_without_tail_weights(
 
 
 @bug(
-    "B35", "weft.recipes.reference_sums:ReferenceSums.of",
+    "B35", "weft.recipes.reference_sums:ReferenceSums.sums_of",
     "a row that is missing in the reference's cache counts as 0",
     caught_by=REFERENCE, issue="huggingface/trl#5563", needs="a loss that reads a reference",
 )  # fmt: skip
