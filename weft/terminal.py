@@ -50,7 +50,7 @@ def display_name(text: str) -> str:
 def clean(text: str, *, as_is: bool = False) -> str:
     """The text with control characters escaped."""
     text = text if as_is else display_name(text)
-    return _COMMANDS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
+    return _COMMANDS.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def say(*texts: object, error: bool = False, end: str = "\n", as_is: bool = False) -> None:

@@ -128,7 +128,7 @@ def _server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
         instead = _SERVER_OPTIONS.get(name.replace("-", "_"))
         if instead is not None:
             yield "rollout.engine_kwargs", f"rollout.engine_kwargs contains `{name}`, which weft sets: {instead}."
-    is_plugin, problem = _given("rollout.engine", rollout.engine, ENGINES)
+    is_plugin, problem = _plugin_of("rollout.engine", rollout.engine, ENGINES)
     if problem or not (is_plugin or rollout.engine in ENGINES):
         names = [*ENGINES, *(entry.name for entry in plugins(GROUPS["rollout.engine"]))]
         close = difflib.get_close_matches(rollout.engine, names, 1)
@@ -401,7 +401,7 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
                     f"rl.reward contains {path!r}: write model:PATH, where PATH is a folder or hub id.",
                 )
             continue
-        is_plugin, problem = _given("rl.reward", path, BUILT_IN_REWARDS)
+        is_plugin, problem = _plugin_of("rl.reward", path, BUILT_IN_REWARDS)
         if problem:
             yield "rl.reward", problem
         elif path not in BUILT_IN_REWARDS and not is_plugin and not IMPORT_PATH.fullmatch(path):
@@ -440,7 +440,7 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
         yield from _environment_problems(rl.environment)
 
 
-def _given(key: str, name: str, built_in: tuple[str, ...] = ()) -> tuple[bool, str]:
+def _plugin_of(key: str, name: str, built_in: tuple[str, ...] = ()) -> tuple[bool, str]:
     """(Whether an installed package provides this name for a key, the problem of the name or "")."""
     try:
         return plugin(name, key, built_in) is not None, ""
@@ -469,7 +469,7 @@ def _environment_problems(environment: str) -> Iterator[tuple[str, str]]:
             f"rl.environment is {environment}: write a Gymnasium id or an import path after the colon, as in "
             "gymnasium:FrozenLake-v1 or gymnasium:my_games:Maze.",
         )
-    is_plugin, problem = _given("rl.environment", environment)
+    is_plugin, problem = _plugin_of("rl.environment", environment)
     if problem:
         yield "rl.environment", problem
     elif scheme not in ENVIRONMENT_SCHEMES and not is_plugin and not IMPORT_PATH.fullmatch(environment):

@@ -106,10 +106,10 @@ def _lists(location: str, row: Mapping[str, Any]) -> TopLists:
     return TopLists(ids_TK.astype(np.int32), np.minimum(logprobs_TK, 0.0).astype(np.float32))
 
 
-def _refuse_entry(location: str, wrong_TK: Any, what: str) -> None:
+def _refuse_entry(location: str, wrong_TK: Any, problem: str) -> None:
     if wrong_TK.any():
         index = int(np.flatnonzero(wrong_TK.any(1))[0])
-        raise UserError(f"{location}: entry {index} of `{IDS}` and `{LOGPROBS}` {what}.")
+        raise UserError(f"{location}: entry {index} of `{IDS}` and `{LOGPROBS}` {problem}.")
 
 
 def with_lists(records: Sequence[Record], encoded: Sequence[Encoded]) -> list[Encoded]:

@@ -606,8 +606,8 @@ class Engine:
         freed = 0
         for part in to_move:
             tensors = tensors_of(part, self.module, self.optimizer, self.ema)
-            own = (t for t in tensors if local_shard(t).untyped_storage().data_ptr() not in self.lent_storages)
-            freed += self.offloader.sleep(part, own)
+            unshared = (t for t in tensors if local_shard(t).untyped_storage().data_ptr() not in self.lent_storages)
+            freed += self.offloader.sleep(part, unshared)
         if self.device_copies is not None and "parameters" in to_move:
             freed += self.device_copies.free()
         return freed

@@ -100,10 +100,10 @@ def is_root_mean_square(module: nn.Module, epsilon: float) -> bool:
         except Exception:  # another formula
             return False
         fused = results(lambda x: functional.rms_norm(x, (width,), weight, epsilon), weight)
-    return all(_near(a, b) for a, b in zip(fused, expected, strict=True))
+    return all(_is_close(a, b) for a, b in zip(fused, expected, strict=True))
 
 
-def _near(result: Tensor, expected: Any) -> bool:
+def _is_close(result: Tensor, expected: Any) -> bool:
     if not isinstance(expected, Tensor) or result.shape != expected.shape or result.dtype != expected.dtype:
         return False
     rows, expected_rows = result.detach().reshape(-1, result.shape[-1]), expected.detach().reshape(-1, result.shape[-1])

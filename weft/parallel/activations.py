@@ -97,7 +97,7 @@ class Saved:
         for layer in numbers:
             size = tile * self.tiled[layer] if self.tiled else 0.0
             if recompute is not None and recompute.covers(layer):
-                size += self.layers[layer] - self._kept(layer, recompute)
+                size += self.layers[layer] - self._bytes_kept(layer, recompute)
             largest = max(largest, size)
         return round(largest * tokens)
 
@@ -119,9 +119,9 @@ class Saved:
         recompute = activations.recompute
         if recompute is None or not recompute.covers(layer):
             return self.layers[layer]
-        return self.passed + self._kept(layer, recompute) - self._hosted(layer, activations)
+        return self.passed + self._bytes_kept(layer, recompute) - self._hosted(layer, activations)
 
-    def _kept(self, layer: int, recompute: RecomputePolicy) -> float:
+    def _bytes_kept(self, layer: int, recompute: RecomputePolicy) -> float:
         return sum(self.kept[kind][layer] for kind in recompute.keep if kind in self.kept)
 
     def _hosted(self, layer: int, activations: Activations) -> float:

@@ -35,9 +35,9 @@ class CodedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._one(parameter, group)
+                    self._step_parameter(parameter, group)
 
-    def _one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         g, state, (beta1, beta2) = parameter.grad.float(), self.state[parameter], group["betas"]
         t = state["step"] = state.get("step", 0) + 1

@@ -31,10 +31,10 @@ class PlainMuon(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in self.parts and parameter.grad is not None:
-                    self._one(parameter, group)
+                    self._step_parameter(parameter, group)
         super().step()
 
-    def _one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         wide = max(parameter.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
         gradient, parameter.grad = parameter.grad.to(wide), None

@@ -129,30 +129,34 @@ def settings_in_use(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     is_off -= {*_ALWAYS}
     is_off = {part for part in is_off if not any(part.startswith(f"{other}.") for other in is_off)}
     notes = {f"{part}.*": "its `enabled` is false, so the section has no effect." for part in sorted(is_off)}
-    known = {name: value for name, value in settings.items() if not any(name.startswith(f"{part}.") for part in is_off)}
-    if known.get(f"{_MEGATRON}.enabled"):
+    effective = {
+        name: value for name, value in settings.items() if not any(name.startswith(f"{part}.") for part in is_off)
+    }
+    if effective.get(f"{_MEGATRON}.enabled"):
         trained = {
             name: value
-            for name, value in known.items()
+            for name, value in effective.items()
             if not name.startswith(("policy.optimizer", "policy.scheduler", "policy.dtensor_cfg"))
         }
         new_names = {f"{_MEGATRON}.{leaf}": name for leaf, name in _OF_MEGATRON.items()}
-        known = {new_names.get(name, name): value for name, value in trained.items()}
+        effective = {new_names.get(name, name): value for name, value in trained.items()}
         betas = [settings.get(f"{_MEGATRON}.optimizer.adam_beta{number}") for number in (1, 2)]
         if None not in betas:
-            known["policy.optimizer.kwargs.betas"] = betas
-        known["policy.scheduler"] = _schedulers(settings)
+            effective["policy.optimizer.kwargs.betas"] = betas
+        effective["policy.scheduler"] = _schedulers(settings)
     for part in ("train", "validation"):
-        name, path, split = (known.pop(f"data.{part}.{leaf}", None) for leaf in ("dataset_name", "data_path", "split"))
+        name, path, split = (
+            effective.pop(f"data.{part}.{leaf}", None) for leaf in ("dataset_name", "data_path", "split")
+        )
         if name is None and path is None:
             continue
         source = {**_DATASETS.get(str(name), {"path": path or name}), **({"split": split} if split else {})}
         if "columns" in source and not any(setting.startswith("grpo.") for setting in settings):
             source["columns"] = {_TRAINED[leaf]: column for leaf, column in source["columns"].items()}
-        known |= (
+        effective |= (
             {f"data.{leaf}": value for leaf, value in source.items()} if part == "train" else {"eval.sources": [source]}
         )
-    return known, notes
+    return effective, notes
 
 
 def _schedulers(settings: Mapping[str, Any]) -> list[dict[str, Any]]:

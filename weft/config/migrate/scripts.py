@@ -228,9 +228,9 @@ def _parts(word: str, variables: dict[str, str]) -> list[str]:
 def _expanded(word: str, variables: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2], match[4]
-        known = variables.get(name)
-        unset = known is None or (not known and match[3])  # ${NAME:-default} is the default for "", too
-        return match[0] if unset and default is None else str(default if unset else known)
+        text = variables.get(name)
+        unset = text is None or (not text and match[3])  # ${NAME:-default} is the default for "", too
+        return match[0] if unset and default is None else str(default if unset else text)
 
     for _ in range(4):  # a default may contain another variable
         word = _VARIABLE.sub(value, word)

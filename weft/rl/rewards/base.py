@@ -103,9 +103,11 @@ class Rewards:
             **{f.name: w for f, w in zip(self.functions, weights, strict=True)},
         }
         self.column = config.reward_column
-        self._given = AGENT if config.agent is not None else ENVIRONMENT if config.environment is not None else None
+        self._reward_from = (
+            AGENT if config.agent is not None else ENVIRONMENT if config.environment is not None else None
+        )
         # Samples that only a teacher judges have a reward of 0, so that they count.
-        self._unrewarded = config.teacher is not None and not config.reward and self._given is None
+        self._unrewarded = config.teacher is not None and not config.reward and self._reward_from is None
         self._inline = {f.name: RewardFunction(f) for f in self.functions if f.path in INLINE}
         self._models = [f.name for f in self.functions if f.path.startswith(REWARD_MODEL)]
         self.scorers: dict[str, Scorer] = {}  # of the reward models, once their ranks have started
@@ -224,7 +226,7 @@ class Rewards:
             return line
         # A slow function may be starting a judge, and a function may need an environment's replies, which are missing
         # here.
-        if len(errors) < len(samples) or any(outcome.late for outcome in outcomes) or self._given:
+        if len(errors) < len(samples) or any(outcome.late for outcome in outcomes) or self._reward_from:
             return f"{line}; the last error: {errors[-1]}"
         source = self._signatures[function.name].source
         raise UserError(
@@ -235,7 +237,7 @@ class Rewards:
     def _sum(self, sample: Sample, failures: Failures) -> None:
         error = sample.notes.get("error")
         if error or not sample.rewards.keys().isdisjoint(_GIVEN):
-            failures.count(self._given or ENVIRONMENT, sample, error)
+            failures.count(self._reward_from or ENVIRONMENT, sample, error)
         order = [*(f.name for f in self.functions), *_GIVEN]  # calls end in any order
         sample.rewards = {name: sample.rewards[name] for name in order if name in sample.rewards}
         values = {name: value for name, value in sample.rewards.items() if value is not None}

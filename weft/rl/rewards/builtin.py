@@ -85,7 +85,7 @@ def math(completions: Sequence[Completion], boxed: bool = False, **columns: Any)
     """
     expected = references(len(completions), columns)
     return [
-        _same(reference, completion_text(completion), boxed)
+        _is_equal_answer(reference, completion_text(completion), boxed)
         for reference, completion in zip(expected, completions, strict=True)
     ]
 
@@ -151,7 +151,7 @@ def _has_format(text: str, tags: Sequence[str]) -> bool:
     return not remainder if len(tags) > 1 else bool(remainder) and not any(mark in remainder for mark in marks)
 
 
-def _same(reference: str, text: str, boxed: bool) -> float:
+def _is_equal_answer(reference: str, text: str, boxed: bool) -> float:
     try:
         from math_verify import parse, verify
     except ImportError:

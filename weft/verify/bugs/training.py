@@ -209,9 +209,9 @@ def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total:
     "the printed loss is the first rank's",
     caught_by=LOSS, issue="huggingface/trl#6380", ranks=2,
 )  # fmt: skip
-def first_rank_only(plant: Plant, original: Original, self: Any, group: Any, *rest: Any) -> Any:
+def first_rank_only(plant: Plant, original: Original, self: Any, group: Any, *arguments: Any) -> Any:
     plant.hit()
-    return original(self, None, *rest)
+    return original(self, None, *arguments)
 
 
 @bug(

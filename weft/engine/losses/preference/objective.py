@@ -129,13 +129,13 @@ class PreferenceLoss:
             self._metrics[name][examples] = values.detach().double()
 
     def normaliser(self, plan: StepPlan) -> float:
-        return float(len(self._known.chosen)) or 1.0
+        return float(len(self._current_step.chosen)) or 1.0
 
     def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
         return None  # the gradient depends on the logprobs
 
     @property
-    def _known(self) -> StepAnswers:
+    def _current_step(self) -> StepAnswers:
         assert self._step is not None, "call begin() before each step"
         return self._step
 
@@ -157,21 +157,21 @@ class PreferenceLoss:
         ones = torch.ones(len(direct) + len(counted), dtype=torch.float64)
         weights = dict.fromkeys(metrics, ones)
         if not is_paired:
-            desired = self._known.desired[[*direct, *counted]]
+            desired = self._current_step.desired[[*direct, *counted]]
             weights |= {name: desired if name.endswith("chosen") else 1 - desired for name in metrics if "/" in name}
         sums: dict[str, tuple[Tensor, Tensor | float]] = {}
         for name, values in metrics.items():
-            known = self._metrics[name][counted].to(values)
-            combined = torch.cat([values.detach(), known])
+            values_read_first = self._metrics[name][counted].to(values)
+            combined = torch.cat([values.detach(), values_read_first])
             weight = weights[name].to(combined)
             sums[name] = (combined * weight).sum(), weight.sum()
         if not is_paired:
-            sums["kl"] = ones.sum() * self._known.kl, ones.sum()
+            sums["kl"] = ones.sum() * self._current_step.kl, ones.sum()
         return LossOutput(loss_sum, sums)
 
     def _measure(self, policy: Tensor, examples: Tensor) -> dict[str, Tensor]:
         """Name -> [examples]; `loss` with gradient. For single answers, chosen means desired."""
-        compared = self._known.compared(policy, examples, self.config)
+        compared = self._current_step.compared(policy, examples, self.config)
         loss = torch.zeros_like(policy[0])
         for weight, function in self.losses if len(examples) else ():
             loss = loss + weight * self._checked(function, compared, policy)
