@@ -694,7 +694,7 @@ def test_how_a_run_computes_may_change(written: Path, tmp_path: Path, capsys: py
     for override in ALLOWED:
         key, _, value = override.partition("=")
         assert f"changed  {key}: " in out and f"-> {value}\n" in out
-    assert "ranks    1, 2 before: random number generators are seeded again" in out
+    assert "ranks    1, 2 in the checkpoint: random number generators are seeded again" in out
     assert "every: 3" in (run_folder / "config.yaml").read_text()
     assert resume(run_folder) == 0
     assert "has already finished: step 10 of 10" in capsys.readouterr().out

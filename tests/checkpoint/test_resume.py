@@ -93,8 +93,8 @@ def test_masters_keep_their_dtype() -> None:
 @pytest.mark.parametrize(
     ("before", "line"),
     [
-        ({}, "mesh.pp  2, 1 before: random number generators are seeded again"),
-        ({"pp": 2, "tp": 2}, "mesh.tp  1, 2 before: random number generators are seeded again"),
+        ({}, "mesh.pp  2, 1 in the checkpoint: random number generators are seeded again"),
+        ({"pp": 2, "tp": 2}, "mesh.tp  1, 2 in the checkpoint: random number generators are seeded again"),
         ({"pp": 2}, None),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_rendering_may_be_long_where_its_conversation_is() -> None:
     )
     short, long = ([{"role": "user", "content": "a" * n}] for n in (2000, 100_000))
     assert len(ChatTemplate(repeats, {}).render(short, {}).text) == 41 * 2000
-    with pytest.raises(RenderLimitError, match="it makes 4,100,000 characters of 100,1"):
+    with pytest.raises(RenderLimitError, match="it makes 4,100,000 characters from 100,1"):
         ChatTemplate(repeats, {}).render(long, {})
     template = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
     assert len(ChatTemplate(template, {}).render([{"role": "user", "content": "a" * 3_000_000}], {}).text) == 6_000_000

@@ -76,7 +76,7 @@ class RenderLimits(threading.local):
             return
         weight = self.source + sum(map(self.weigh, inputs))
         if len(text) > _FREE + _TIMES * weight:
-            raise RenderLimitError(f"it makes {len(text):,} characters of {weight:,}")
+            raise RenderLimitError(f"it makes {len(text):,} characters from {weight:,}")
 
     def weigh(self, value: Any) -> int:
         """The approximate number of characters of a value when it is printed. Raises RenderLimitError for large
