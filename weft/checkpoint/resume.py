@@ -126,9 +126,8 @@ def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
         return [f"ranks    {ranks.world}, {state.world} in the checkpoint: random number generators are seeded again"]
     for axis, size in (("tp", engine.mesh.tp_size), ("pp", engine.mesh.pp_size)):
         if size != before.get(axis, 1):  # ranks with the same documents draw the same numbers
-            return [
-                f"mesh.{axis}  {size}, {before.get(axis, 1)} in the checkpoint: random number generators are seeded again"
-            ]
+            sizes = f"{size}, {before.get(axis, 1)} in the checkpoint"
+            return [f"mesh.{axis}  {sizes}: random number generators are seeded again"]
     rng.restore(read_rng(state, ranks.rank), engine.device)
     return []
 
