@@ -60,7 +60,7 @@ def read_object(path: Path, purpose: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: is not JSON: {first_line(error)}. Fetch or write it again.") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: contains JSON, but no object ({type(content).__name__}). Fetch or write it again.")
+        raise UserError(f"{path}: its JSON is {type(content).__name__}, not an object. Fetch or write it again.")
     return content
 
 

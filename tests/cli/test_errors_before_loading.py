@@ -94,7 +94,9 @@ def test_a_model_that_is_not_cached_is_not_looked_for_offline(monkeypatch: pytes
     """The tokenizer would be blamed, and its files asked for."""
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     for read in (load_tokenizer, hf.read_config):
-        with pytest.raises(UserError, match=r"someone/model is no folder .* HF_HUB_OFFLINE is set.*unset it"):
+        with pytest.raises(
+            UserError, match=r"someone/model is not a folder .* HF_HUB_OFFLINE is set.*unset HF_HUB_OFFLINE"
+        ):
             read("someone/model")
     monkeypatch.setattr(
         hub, "try_to_load_from_cache", lambda path, name: str(tmp_path) if "tokenizer" in name else None

@@ -272,7 +272,7 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     config = yaml.safe_load((second / "config.yaml").read_text())
     config |= {"train": {"seed": 0, "epochs": 2}, "data": {"path": "chat.jsonl", "image_pixels": {"max": 9}}}
     (second / "config.yaml").write_text(yaml.safe_dump(config))
-    differing = Text(page([read_run(first), read_run(second)])).text.split("What differs")[1].split("Curves")[0]
+    differing = Text(page([read_run(first), read_run(second)])).text.split("Differences between")[1].split("Curves")[0]
     assert "train.epochs - 2" in differing and "data.image_pixels - {max: 9}" in differing
     assert "train.seed" not in differing, "a key that is left out has its default"
     runs = [read_run(first), read_run(second)]
