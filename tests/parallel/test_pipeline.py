@@ -455,6 +455,7 @@ REFUSED = {
     "gemma4_text": "layers read values other than hidden states",
     "zamba2": "layers read values other than hidden states",
     "opt": "does not run with parts of its layers",
+    "deepseek_v4": "hidden states of 4 dimensions",
 }
 
 

@@ -97,9 +97,10 @@ def saved_model(family: str, **changes: Any) -> str:
     """A directory with a tiny random model of this family, as save_pretrained writes it.
 
     Weights are ten times larger than usual, because at 0.02 a tiny model is so nearly linear that it hardly shows a
-    wrong rotary table. zamba2 is chaotic then, and qwen3_5 and qwen3_next amplify rounding beyond the tolerance.
+    wrong rotary table. zamba2 is chaotic then, and deepseek_v4, qwen3_5 and qwen3_next amplify rounding beyond the
+    tolerance.
     """
-    if family not in ("zamba2", "qwen3_5_text", "qwen3_next"):
+    if family not in ("zamba2", "deepseek_v4", "qwen3_5_text", "qwen3_next"):
         changes = {"initializer_range": 0.2, **changes}
     name = "-".join([family, *(f"{k}={v}" for k, v in sorted(changes.items()))])
     path = Path(_folder.name) / name

@@ -173,6 +173,14 @@ _OWN_ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", dict(
         _INDEXED, num_hidden_layers=3, indexer_types=["full", "shared", "full"],
         mlp_layer_types=["dense", "sparse", "sparse"])),
+    # Of the documents of `weft verify`, some are too short for the compressor of 32 tokens.
+    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM", dict(
+        initializer_range=0.05, num_hidden_layers=3, num_key_value_heads=1, head_dim=32, partial_rotary_factor=0.5,
+        q_lora_rank=24, o_groups=2, o_lora_rank=16, moe_intermediate_size=40, n_routed_experts=8, num_experts_per_tok=2,
+        index_topk=4, index_head_dim=16, index_n_heads=16, sliding_window=16, hc_mult=2, hc_sinkhorn_iters=4,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+        mlp_layer_types=["hash_moe", "moe", "moe"])),
 }  # fmt: skip
 
 LAYOUT_FAMILIES = (*_ZOO, *_HYBRIDS, *_FURTHER)

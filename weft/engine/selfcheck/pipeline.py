@@ -144,6 +144,8 @@ class _Trace:
         items, hidden = (len(output), output[0]) if isinstance(output, tuple) else (0, output)
         if not isinstance(hidden, Tensor) or self.outputs.setdefault(type(module).__name__, items) != items:
             raise _UnfitError(f"its layers return {type(output).__name__}s of several kinds")
+        if hidden.ndim != 3:
+            raise _UnfitError(f"its layers return hidden states of {hidden.ndim} dimensions")
         self.ran.append(self.places[name])
         self.wide = hidden.dtype == torch.float32
 

@@ -10,5 +10,5 @@ padding is exact, so their documents are padded. The checks at start detect othe
 from weft.models.families.family import Family
 
 OWN_ATTENTION = Family(layout="padded", attention="eager")
-INDEXED = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")
+INDEXED = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "axk2", "hy_v4")
 FAMILIES = dict.fromkeys(("falcon", "bloom", "doge", "moshi", *INDEXED), OWN_ATTENTION)
