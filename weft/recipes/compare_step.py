@@ -6,7 +6,8 @@ that reproduce the other trainer's numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,18 +42,19 @@ _CORRECTIONS = (
     ("icepop", "token", (0.5, 5.0)),
 )
 _ENTROPY_COEFFICIENTS = (0.001, 0.01)
-_TEMPERATURES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
+_TEMPERATURES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2, 1.5)
 
 
 @dataclass(frozen=True)
 class Convention:
     """One way to compute the batch. name: the key to set, or the other trainer's convention. factor: of loss and
-    gradient."""
+    gradient. kl_of_current: as in PolicyLoss."""
 
     name: str
     config: RlConfig
     samples: Sequence[Sample]
     factor: float = 1.0
+    kl_of_current: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ def compute(engine: Engine, convention: Convention, dump: StepDump) -> Computed 
     documents = TrainedSamples(samples, convention.config)
     if not documents:
         return None
-    loss = PolicyLoss(convention.config.rl, old_is_current=not documents.old_is_known)
+    loss = PolicyLoss(
+        convention.config.rl, old_is_current=not documents.old_is_known, kl_of_current=convention.kl_of_current
+    )
     engine.module.head.temperature = convention.config.rollout.temperature
     plan, local = engine.plan_step(documents)
     metrics = engine.accumulate(plan, local, loss)
@@ -182,19 +186,23 @@ def conventions(config: RlConfig, dump: StepDump) -> Iterator[Convention]:
     for how in ("token_mean", "sequence_mean"):
         if how != rl.loss_aggregation:
             yield with_rl(loss_aggregation=how)
-    for tokens in sorted({1, dump.width, config.rollout.max_new_tokens}):
+    for tokens in sorted({1, dump.width, *dump.columns, config.rollout.max_new_tokens}):
         if rl.loss_aggregation == "sequence_sum" and tokens == config.rollout.max_new_tokens:
             continue
         summed = replace(rl, loss_aggregation="sequence_sum")
         changed = replace(config, rl=summed, rollout=replace(config.rollout, max_new_tokens=tokens))
         name = f"rl.loss_aggregation=sequence_sum rollout.max_new_tokens={tokens}"
-        yield Convention(name + " (a plain sum over each sample)" * (tokens == 1), changed, dump.samples)
+        name += " (a plain sum over each sample)" * (tokens == 1) + " (padding counts in the mean)" * (
+            tokens in dump.columns
+        )
+        yield Convention(name, changed, dump.samples)
     for name in TOKEN_LOSSES:
         if name != rl.policy_loss:
             yield with_rl(policy_loss=name)
     yield with_rl(dual_clip=3.0 if rl.dual_clip is None else None)
-    for clip in ((0.2, 0.2), (0.2, 0.28)):
-        if clip != tuple(rl.clip):
+    low, high = rl.clip
+    for clip in dict.fromkeys(((0.2, 0.2), (0.2, 0.28), (low, low), (high, high))):
+        if clip != (low, high):
             yield with_rl(clip=clip)
     if rl.kl_coef > 0:
         for estimator in ("k1", "k2", "k3"):
@@ -202,7 +210,12 @@ def conventions(config: RlConfig, dump: StepDump) -> Iterator[Convention]:
                 yield with_rl(kl_estimator=estimator)
         yield with_rl(kl_clamp=10.0 if rl.kl_clamp is None else None)
         yield with_rl(kl_unbiased=not rl.kl_unbiased)
-        yield with_rl(kl_coef=0.0)
+        name = "the KL's gradient includes that of the probability of the sample (NeMo-RL; at the first update of a "
+        of_current = replace(config, rl=replace(rl, kl_unbiased=True))
+        yield Convention(f"{name}rollout rl.kl_unbiased=true)", of_current, dump.samples, kl_of_current=True)
+        for coefficient in (0.0, *_KL_COEFFICIENTS):
+            if coefficient != rl.kl_coef:
+                yield with_rl(kl_coef=coefficient)
     elif first.ref_logprobs is not None:
         for coefficient in _KL_COEFFICIENTS:
             for estimator in ("k3", "k2", "k1"):
@@ -223,12 +236,14 @@ def conventions(config: RlConfig, dump: StepDump) -> Iterator[Convention]:
     if rl.loss_aggregation == "token_mean" and dump.step_tokens not in (None, 0, tokens):
         name = f"divided by the {dump.step_tokens:g} tokens of the step, of which the file has {tokens}"
         yield Convention(name, config, dump.samples, tokens / dump.step_tokens)
+    if rl.loss_aggregation == "token_mean":
+        total = sum(len(sample) for sample in dump.samples)
+        yield Convention("tokens of prompts count in the mean", config, dump.samples, tokens / total)
     if first.correction is not None:
         yield with_rl(correction="none")
     elif dump.has_rollout:
-        if first.old_logprobs is not None or rl.old_logprobs == "rollout":
-            other = "recompute" if rl.old_logprobs == "rollout" else "rollout"
-            yield with_rl(old_logprobs=other, correction="none")
+        other = "recompute" if rl.old_logprobs == "rollout" else "rollout"
+        yield with_rl(old_logprobs=other, correction="none")
         if rl.corrects:
             yield with_rl(correction="none")
         for correction, level, limits in _CORRECTIONS:
@@ -246,6 +261,11 @@ def conventions(config: RlConfig, dump: StepDump) -> Iterator[Convention]:
             ("divided by their standard deviation over the trained tokens", 0.0),
         ):
             yield with_samples(f"advantages {name}", partial(_rescaled, centre=centre, deviation=deviation))
+    sizes = Counter(sample.prompt.tokens for sample in dump.samples)
+    if max(sizes.values()) > 1:
+        for name, power in (("n, not n - 1", 0.5), ("n - 1, not n", -0.5)):
+            scale = partial(_of_other_deviation, sizes=sizes, power=power)
+            yield with_samples(f"advantages divided by the deviation of a group over {name}", scale)
     for temperature in _TEMPERATURES:
         if temperature != config.rollout.temperature:
             changed = replace(config, rollout=replace(config.rollout, temperature=temperature))
@@ -263,6 +283,13 @@ def _advantages(sample: Sample) -> Floats:
 
 def _rescaled(sample: Sample, centre: float, deviation: float) -> dict[str, Any]:
     return {"advantages": (_advantages(sample) - centre) / deviation}
+
+
+def _of_other_deviation(sample: Sample, sizes: Mapping[tuple[int, ...], int], power: float) -> dict[str, Any]:
+    """Advantages with the other of the two standard deviations of a group of n samples. sizes: prompt -> n. power: of
+    n / (n - 1)."""
+    n = sizes[sample.prompt.tokens]
+    return {"advantages": _advantages(sample) * (n / (n - 1)) ** power if n > 1 else _advantages(sample)}
 
 
 def _moved(sample: Sample, tokens: int, names: Sequence[str]) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class StepDump:
     """A read and checked file. samples: without padding; they have advantages, and old_logprobs, ref_logprobs and
     correction if the file has them. has_rollout: whether it has the engine's logprobs, too. loss, grad_norm: None if
     there is none. step_tokens: trained tokens of the step, of which the file may be a part; None: not in the file.
-    width: the most tokens from the first to the last trained one, in one sample."""
+    width: the most tokens from the first to the last trained one, in one sample. columns: numbers of tokens of every
+    sequence, with padding, in the arrays of the file; empty if sequences are not padded."""
 
     samples: list[Sample]
     has_rollout: bool
@@ -69,6 +70,7 @@ class StepDump:
     grad_norm: float | None
     step_tokens: float | None
     width: int
+    columns: tuple[int, ...] = ()
 
 
 def read_step_dump(name: str, loss: float | None = None, grad_norm: float | None = None) -> StepDump:
@@ -107,7 +109,14 @@ def read_step_dump(name: str, loss: float | None = None, grad_norm: float | None
         numbers.get("grad_norm"),
         numbers.get("step_tokens"),
         max(int(span[-1] - span[0]) + 1 for span in spans),
+        tuple(sorted({columns for field in ("input_ids", "response_mask") for columns in _columns(arrays[field])})),
     )
+
+
+def _columns(rows: Rows) -> set[int]:
+    """The number of columns of padded rows; empty if their lengths differ."""
+    lengths = {len(row) for row in rows if np.ndim(row)}
+    return lengths if len(lengths) == 1 else set()
 
 
 def shifted(values: NDArray[Any], tokens: int) -> NDArray[Any]:

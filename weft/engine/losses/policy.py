@@ -16,7 +16,7 @@ A step's loss is the sum over its tokens of weight x loss of the token, divided 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,15 +129,18 @@ class PolicyLoss:
         config: RlAlgorithm,
         *,
         old_is_current: bool = False,
+        kl_of_current: bool = False,
         masked: int = 0,
         branches: int = 0,
         teacher: DistillationLoss | None = None,
     ) -> None:
         """old_is_current: documents have no old_logprobs, because the weights were not updated since the rollout.
+        kl_of_current: rl.kl_unbiased takes the current policy for the old one, so that its ratio is 1, with a gradient.
         masked: number of the step's samples that rl.mask_truncated masks. branches: number of the step's documents
         beyond the first of each episode; an episode counts as one document in means over sequences. teacher: for
         rl.teacher_in=loss; its divergence is read."""
         self.config, self.old_is_current, self.teacher = config, old_is_current, teacher
+        self.kl_of_current = kl_of_current
         if teacher is not None:
             self.readouts = self.readouts | {"divergence", "agreement"}
         self.masked, self.branches = masked if config.count_masked else 0, branches
@@ -190,7 +193,8 @@ class PolicyLoss:
             reference = batch.arrays["ref_logprobs"]
             means["kl"] = _k3(logprob, reference)
             if config.kl_coef > 0 and config.kl_in == "loss":
-                loss = loss + config.kl_coef * kl_loss(tokens, reference, config)
+                sampled = replace(tokens, old_logprob=logprob.detach()) if self.kl_of_current else tokens
+                loss = loss + config.kl_coef * kl_loss(sampled, reference, config)
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * entropy * self._entropy_share(batch)
         shares: dict[str, tuple[Tensor, Tensor | float]] = {}
