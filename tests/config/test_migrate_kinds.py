@@ -11,9 +11,12 @@ import yaml
 
 from weft.config import load_config
 from weft.config.commands import SCHEMAS
+from weft.config.migrate import migrate as module
 from weft.config.migrate.migrate import migrate
+from weft.config.migrate.trainer import TABLES
 from weft.errors import UserError
 
+FOREIGN = Path(__file__).parents[1] / "foreign"
 NEMO = """
 cluster: {gpus_per_node: 8, num_nodes: 1}
 checkpointing: {enabled: true, checkpoint_dir: results, save_period: 10, metric_name: null, keep_top_k: 3}
@@ -104,6 +107,24 @@ if [[ ${1} != "slurm" ]]; then
 fi
 """
 
+PAIRS_OF_OPENRLHF = """
+deepspeed --module openrlhf.cli.train_dpo --data.max_len 8192 --data.dataset org/pairs --data.prompt_key question \\
+   --train.batch_size 256 --train.micro_batch_size 1 --model.model_name_or_path org/model --adam.lr 5e-7 \\
+   --model.label_smoothing 0.1 --model.nll_loss_coef 0.2 --ref.offload --ref.model_name_or_path org/first
+"""
+TUNE_DPO = """
+model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_rank: 8, lora_alpha: 16}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/tokenizer.model, max_seq_len: 1024}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: org/model}
+ref_checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: org/first}
+dataset: {_component_: torchtune.datasets.stack_exchange_paired_dataset}
+batch_size: 4
+gradient_accumulation_steps: 8
+optimizer: {_component_: torch.optim.AdamW, weight_decay: 0.05, lr: 5.0e-4}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+epochs: 1
+"""
+
 
 def draft(tmp_path: Path, text: str, file: str = "theirs.yaml") -> tuple[str, str]:
     """(The draft, weft's command for it)."""
@@ -152,6 +173,37 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "OpenRLHF's script with a document": ("a.sh", HEREDOC, "sft", {
         "model.path": "org/model", "step.documents": 256, "optimizer.lr": 5e-6, "data.max_length": 2048,
     }),
+    "OpenRLHF's DPO": ("a.sh", PAIRS_OF_OPENRLHF, "dpo", {
+        "preference.loss": ("sigmoid", "sft"), "preference.weights": (1.0, 0.2), "preference.beta": 0.1,
+        "preference.label_smoothing": 0.1, "reference.path": "org/first", "reference.cpu_offload": True,
+        "step.documents": 256, "optimizer.lr": 5e-7, "optimizer.betas": (0.9, 0.95), "schedule.name": "cosine",
+        "schedule.warmup_ratio": 0.03, "schedule.min_lr_ratio": 0.1, "optimizer.weight_decay": 0.0,
+        "data.long_documents": "truncate", "data.columns": {"prompt": "question"},
+    }),
+    "OpenRLHF's IPO, by its former names": (
+        "a.sh",
+        "python -m openrlhf.cli.train_dpo --pretrain org/model --ipo --beta 0.2 --packing_samples --chosen_key a\n",
+        "dpo",
+        {"preference.loss": "ipo", "preference.beta": 0.2, "optimizer.lr": 1e-5, "data.max_length": 512,
+         "step.documents": 128},
+    ),
+    "OpenRLHF's reward model": (
+        "a.sh",
+        "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path org/model --data.dataset org/pairs "
+        "--model.loss_type logexp --train.batch_size 64 --ds.zero_stage 3\n",
+        "reward",
+        {"reward.loss": "bradley_terry", "optimizer.lr": 9e-6, "step.documents": 64, "data.max_length": 512},
+    ),
+    "torchtune's DPO": ("a.yaml", TUNE_DPO + "loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.05}\n", "dpo", {
+        "preference.loss": "sigmoid", "preference.beta": 0.05, "reference.path": "org/first", "optimizer.lr": 5e-4,
+        "optimizer.max_grad_norm": None, "schedule.name": "cosine", "schedule.warmup_steps": 100,
+        "schedule.min_lr_ratio": 0.0, "lora.rank": 8, "data.path": "lvwerra/stack-exchange-paired",
+        "data.columns": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+        "data.max_length": 1024, "data.long_documents": "truncate",
+    }),
+    "torchtune's RSO": ("a.yaml", TUNE_DPO + "loss: {_component_: torchtune.rlhf.loss.RSOLoss, gamma: 0.3}\n", "dpo", {
+        "preference.loss": "hinge", "preference.beta": 0.3,
+    }),
 }  # fmt: skip
 
 
@@ -164,6 +216,43 @@ def test_the_draft_loads_and_means_the_same(name: str, tmp_path: Path) -> None:
     config = load_config([str(tmp_path / "mine.yaml")], [], SCHEMAS[command], weights=False)
     got = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in expected}
     assert got == expected
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in FOREIGN.iterdir() if path.suffix in (".sh", ".yaml")))
+def test_every_name_of_the_old_config_is_in_its_draft(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an origin, in a note, in the comparison, or in the lists of names without a line of their own."""
+    names: list[str] = []
+    find_trainer = module._trainer_of
+
+    def noted(settings: dict[str, Any], files: list[str]) -> Any:
+        names.extend(settings)
+        return find_trainer(settings, files)
+
+    monkeypatch.setattr(module, "_trainer_of", noted)
+    text = migrate([str(FOREIGN / file)], 8).replace("-", "_")
+    former = {old.replace("-", "_"): new for trainer in TABLES.trainers for old, new in trainer.table.former.items()}
+    for name in names:
+        leaves = {either.rpartition(".")[2].replace("-", "_") for either in (name, former.get(name.lower(), name))}
+        assert any(leaf.removeprefix("no_") in text for leaf in leaves), name
+
+
+def test_a_script_brings_the_config_file_that_it_starts_with(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "grpo.yaml").write_text(NEMO + TORCH + GRPO)
+    (tmp_path / "scripts").mkdir()
+    script = "uv run examples/run_grpo.py --config $ROOT/configs/grpo.yaml grpo.num_prompts_per_step=$((4 * (1 + 3)))\n"
+    made, command = draft(tmp_path, script, "scripts/start.sh")
+    sections = yaml.safe_load(made)
+    assert command == "rl" and "grpo.yaml" in made.splitlines()[0]
+    assert sections["rl"]["prompts_per_step"] == 16 and sections["rl"]["group_size"] == 16
+    (tmp_path / "configs" / "grpo.yaml").unlink()
+    made, command = draft(tmp_path, script, "scripts/start.sh")
+    assert command == "rl" and "config: the script starts with this file, which was not found" in made
+
+
+def test_ppo_of_nemo_rl_is_no_fine_tuning(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="it is a PPO config of NeMo-RL"):
+        draft(tmp_path, NEMO + TORCH + "ppo: {num_prompts_per_step: 32}\n")
 
 
 def test_held_out_data_does_not_replace_the_data(tmp_path: Path) -> None:

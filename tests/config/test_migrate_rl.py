@@ -168,6 +168,8 @@ def test_what_settings_of_verl_mean(
         ("{loss_type: cispo, epsilon_high: 5.0, steps_per_generation: 4}",
          {"rl.policy_loss": "cispo", "rl.clip": [1.0, 4.0]}, set()),
         ("{importance_sampling_level: sequence, loss_type: grpo}", {"rl.policy_loss": "gspo"}, set()),
+        ("loss_type: sapo", {"rl.policy_loss": "sapo", "rl.loss_aggregation": "sequence_mean", "rl.clip": None}, set()),
+        ("{loss_type: sapo, sapo_temperature_neg: 1.2}", {"rl.policy_loss": "sapo"}, {"policy loss"}),
         ("delta: 4.0", {"rl.dual_clip": 4}, set()),
         ("scale_rewards: batch", {"rl.advantage_norm": "batch"}, set()),
         ("scale_rewards: true", {"rl.advantage_norm": "group"}, set()),
@@ -470,8 +472,8 @@ def test_parents_of_a_config(tmp_path: Path) -> None:
 
 PRIME = {
     "model.path": "org/base-4b", "model.recompute": "full", "rl.prompts_per_step": 32, "rl.group_size": 16,
-    "rl.minibatches": 1, "rl.epochs": 1, "rl.advantage": "grpo", "rl.advantage_norm": "none", "rl.policy_loss": "ppo",
-    "rl.clip": [0.2, 0.2], "rl.dual_clip": None, "rl.loss_aggregation": "token_mean", "rl.kl_coef": 0,
+    "rl.minibatches": 1, "rl.epochs": 1, "rl.advantage": "grpo", "rl.advantage_norm": "none", "rl.policy_loss": "dppo",
+    "rl.clip": [0.2, 0.2], "rl.loss_aggregation": "token_mean", "rl.kl_coef": 0,
     "rl.old_logprobs": "rollout", "rl.entropy_coef": 0, "rl.mask_truncated": False, "rl.dynamic_sampling": 0,
     "rollout.engine": "vllm", "rollout.tp": 2, "rollout.num_engines": 2, "rollout.max_prompt_tokens": 1024,
     "rollout.max_new_tokens": 3072, "rollout.temperature": 0.8, "rollout.top_p": 1,
@@ -485,7 +487,7 @@ PRIME = {
     "track.report_to": ["wandb"], "track.project": "math",
 }  # fmt: skip
 PRIME_DIFFERS = {
-    "prompts and rewards", "policy loss", "samples without an advantage", "warm-up of W updates, in update k"
+    "prompts and rewards", "samples without an advantage", "warm-up of W updates, in update k"
 }  # fmt: skip
 
 
@@ -509,6 +511,8 @@ PRIME_DIFFERS = {
         ("num_train_gpus = 4\nnum_infer_gpus = 4",
          'type = "multi_node"\nnum_train_nodes = 2\nnum_infer_nodes = 3',
          {"cluster.trainer_ranks": 16, "rollout.num_engines": 12}, set()),
+        ("[trainer.model]", "[trainer.loss]\nkl_tau = 0.1\n[trainer.model]", {"rl.policy_loss": "ppo"},
+         {"policy loss"}),
         ('type = "linear"', 'type = "cosine"', {"schedule.name": "cosine", "schedule.warmup_steps": 20}, set()),
         ("[trainer.model]", "[trainer.model]\noptim_cpu_offload = false\nep = 4",
          {"fsdp.cpu_offload": None, "mesh.ep": 4}, set()),

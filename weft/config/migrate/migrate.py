@@ -65,6 +65,7 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
 _IN_USE: dict[str, Callable[[Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]]] = {"nemo_rl": settings_in_use}
 # trainer -> the function that writes keys that depend on several names, in a draft without an algorithm
 _SETTLE: dict[str, Callable[[Draft, Mapping[str, Any]], None]] = {"nemo_rl": settle_schedule}
+_CONFIG_FILES = (".yaml", ".yml", ".toml")
 _SIGNS = 4  # maximum number of recognised names that the draft shows
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds
@@ -85,7 +86,13 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     A batch per device is multiplied by the number of GPUs that had different documents. None: the files determine the
     number. Raises UserError for files of an unknown trainer, of preference tuning, or of reinforcement learning with a
     trainer whose table has no `rl_draft`."""
-    settings = {name: value for path in files for name, value in _opened(_read(path))}
+    nodes = [_read(path) for path in files]
+    started = (_started_with(node, path) for node, path in zip(nodes, files, strict=True))
+    parents = [parent for parent in started if parent is not None]
+    files = [*parents, *files]
+    settings = {name: value for node in [*map(_read, parents), *nodes] for name, value in _opened(node)}
+    if parents:
+        settings.pop("config", None)
     settings = {name: _filled(value, settings) for name, value in settings.items()}
     trainer, signs, schema = _trainer_of(settings, files)
     former = trainer.table.former
@@ -97,6 +104,8 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     draft = Draft(trainer, schema, notes=unused)
     algorithm = None if draft.rl is None else _ALGORITHMS[trainer.name].class_for(settings)
     _take_names(draft, settings, algorithm)
+    if str(settings.get("config")).endswith(_CONFIG_FILES):
+        draft.notes["config"] = TABLES.sentences.sft["CONFIG_FILE"]
     _add_defaults(draft, settings)
     if trainer.name in _SETTLE and algorithm is None:
         _SETTLE[trainer.name](draft, settings)
@@ -134,6 +143,7 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
         command=draft.command,
     )
     text = head + _differences(draft) + _render(draft) + _comparison(draft)
+    text += _without_line(draft, settings, text)
     return text, [quantity.name for quantity in draft.differs]
 
 
@@ -416,6 +426,10 @@ def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:
         shape, _, name = draft.values.pop("schedule.decay")
         draft.take("schedule.name", shape, name)
     columns_of_sources(draft)
+    if draft.value("rollout.engine") == "sglang":
+        draft.notes["(SGLang)"] = TABLES.sentences.rl["SGLANG"]
+    if "eval.share" in draft.values and ("eval.path" in draft.values or "eval.sources" in draft.values):
+        draft.drop("eval.share", "the data for evaluation replaces it.")
     _settle_quantised(draft)
     if draft.rl is None:
         draft.fit_row(draft.value("data.max_length") or 0, "document")
@@ -530,6 +544,20 @@ def _read(path: str) -> Node:
     return read_script(path) if path.endswith(".sh") else _with_parents(path)
 
 
+def _started_with(node: Node, path: str) -> str | None:
+    """The config file that a script passes to its program (`--config FILE`), as a path relative to the current folder,
+    to the script's, or to a folder above it; None if there is none of that name."""
+    named = node.value.get("config") if path.endswith(".sh") and node.is_section else None
+    if named is None or not isinstance(named.value, str) or not named.value.endswith(_CONFIG_FILES):
+        return None
+    parts = PurePosixPath(re.sub(r"\$\{?\w+\}?/?", "", named.value)).parts
+    for folder in ("", *map(str, PurePosixPath(os.path.abspath(path)).parents)):
+        file = os.path.join(folder, *parts)
+        if os.path.isfile(file):
+            return file
+    return None
+
+
 def _with_parents(path: str, children: Sequence[str] = ()) -> Node:
     """A config file merged over the files in its `defaults`, relative to it, as in NeMo-RL. children: the files that
     led here. Raises UserError for a file that is missing, or that leads back to itself."""
@@ -596,6 +624,25 @@ def _comparison(draft: Draft) -> str:
         mark = " " if quantity.is_equal else "!"
         lines.append(f"# {mark} {quantity.name:<{name}}  {quantity.original:<{width}} -> {quantity.drafted}")
     return "\n".join(lines) + "\n"
+
+
+def _without_line(draft: Draft, settings: Mapping[str, Any], text: str) -> str:
+    """The names of the old config that the draft does not contain yet, as comments, so that it contains every name.
+    text: the draft."""
+    words = {*re.findall(r"[\w.()]+", text.replace("-", "_"))}
+    rest = [
+        name for name in settings if not {name, name.rpartition(".")[2].replace("-", "_"), draft.entry(name)} & words
+    ]
+    nulls = [name for name in rest if settings[name] is None]
+    lines = []
+    for reason, names in (
+        ("Null, which sets nothing in weft", nulls),
+        ("Read for the keys above, or without effect at these values", [name for name in rest if name not in nulls]),
+    ):
+        if names:
+            lines += ["", f"# {reason}:", *textwrap.wrap(", ".join(names), 116, initial_indent="#   ",
+                                                        subsequent_indent="#   ", break_on_hyphens=False)]  # fmt: skip
+    return "\n".join([*lines, ""]) if lines else ""
 
 
 def _render(draft: Draft) -> str:

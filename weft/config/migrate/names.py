@@ -153,7 +153,7 @@ def _algorithm(trainer: Trainer, kind: str, name: str, value: Any, settings: Map
     if kind == REINFORCEMENT and estimator is not None:
         value = estimator
     word = str(value).lower()
-    match = _ALGORITHMS.search(word) or _ALGORITHMS.search(leaf)
+    match = _ALGORITHMS.search(word) or _ALGORITHMS.search(leaf) or _ALGORITHMS.search(name.lower())
     if match is not None:
         return match[0].upper()
     return _OF_VALUES.get(word) or _OF_NAMES.get(leaf) or ("GRPO" if kind == REINFORCEMENT else "DPO")

@@ -16,7 +16,7 @@ _LOSSES_OF = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "cpo
 _RENAMED = {"aot_pair": "aot_unpaired"}
 _OF_CPO = {"sigmoid": "cpo", "simpo": "simpo"}
 # Names of the factor on the cross entropy of chosen answers, which is added to the loss.
-_CROSS_ENTROPY = ("rpo_alpha", "pref_ftx", "sft_loss_weight")
+_CROSS_ENTROPY = ("rpo_alpha", "pref_ftx", "sft_loss_weight", "nll_loss_coef")
 # Loss -> the difference in weft's computation with more than one micro-batch. docs/reference/preference-losses.md has
 # all.
 _DIFFERS = {
@@ -65,6 +65,9 @@ def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
     for alpha_name, value in settings.items():
         if draft.entry(alpha_name).rpartition(".")[2] in _CROSS_ENTROPY:
             _add_cross_entropy(draft, losses, next(numbers_of(value), 0), alpha_name)
+    if losses == ["hinge"] and "preference.gamma" in draft.values:  # of torchtune's RSOLoss, whose gamma is beta
+        gamma, gamma_origin, gamma_name = draft.values.pop("preference.gamma")
+        draft.take("preference.beta", gamma, gamma_name, gamma_origin)
     if losses != ["sigmoid"] or origin != _LOSS or named is not None:
         draft.take(_LOSS, losses[0] if len(losses) == 1 else losses, name, loss_origin)
     for loss in losses:

@@ -63,6 +63,7 @@ DEFAULTS: dict[str, Any] = {
     "inference.vllm.tensor_parallel_size": 1,
     "inference.vllm.enforce_eager": False,
 }
+_KL_TAU = 1e-3  # of `rl.policy_loss: dppo`; prime-rl's default
 # orchestrator.algo.type -> (rl.algorithm, rl.advantage, in words)
 _ALGOS = {
     "grpo": ("grpo", "grpo", "reward - mean of the group"),
@@ -166,10 +167,17 @@ class PrimeRl(Algorithm):
             original += f"{self.number(f'{_LOSS}.ipo_threshold'):g}{pull}"
         else:
             original = f"{kind}: {self.value(f'{_LOSS}.import_path')}"
-        self.take("rl.policy_loss", "ppo", f"{_LOSS}.type")
-        self.differs("policy loss", original, "ppo: the ratio to the engine is clipped, and nothing pulls it to 1")
-        self.clip_ratio(low, high, f"{_LOSS}.dppo_mask_low", "dppo_mask_low and _high, which bound probabilities", None,
-                        f"{_LOSS}.type")  # fmt: skip
+        if kind == "default" and scale == 1 and self.number(f"{_LOSS}.kl_tau") == _KL_TAU:
+            self.take("rl.policy_loss", "dppo", f"{_LOSS}.type")
+            self.take(
+                "rl.clip", [low, high], f"{_LOSS}.dppo_mask_low", "dppo_mask_low and _high, which bound probabilities"
+            )
+            self.agrees("policy loss", original, "the same: dppo")
+        else:
+            self.take("rl.policy_loss", "ppo", f"{_LOSS}.type")
+            self.differs("policy loss", original, "ppo: the ratio to the engine is clipped, and nothing pulls it to 1")
+            self.clip_ratio(low, high, f"{_LOSS}.dppo_mask_low", "dppo_mask_low and _high, which bound probabilities",
+                            None, f"{_LOSS}.type")  # fmt: skip
         self.penalty(0.0, f"{_LOSS}.kl_tau", "loss", "k3", None, False)
         self.aggregation("token-mean", f"{_LOSS}.type", "trainer.optim.max_norm")
         self.take("rl.entropy_coef", 0.0, "rl.entropy_coef", "prime-rl has none")

@@ -3,6 +3,7 @@ run. In `if` and `case`, the branch counts that a run without arguments would ex
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ _EITHER = "\x1f"  # replaces | in these patterns; elsewhere | ends a command
 # read -r -d '' NAME <<EOF ... EOF
 _DOCUMENT = re.compile(r"(?ms)^\s*read\b[^\n]*?(\w+) <<-?\s*(['\"]?)(\w+)\2[ \t]*\n(.*?)^\s*\3[ \t]*$")
 _PYTHON = re.compile(r"(?ms)python[\d.]* - <<-?\s*(['\"]?)(\w+)\1.*?^\s*\2\s*$")  # a program in the script
+_MAX_SUM = 200  # characters of a sum of numbers
 _MAX_WORD = 100_000  # characters of a word: nested variables can grow exponentially
 # A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
 _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|swift|llamafactory-cli|\S+\.py)")
@@ -32,7 +34,16 @@ _SUBCOMMANDS = ("trl", "swift", "llamafactory-cli")  # programs whose first argu
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start another program
 PROGRAM = "(program)"  # name of the executed script, without .py, or of the subcommand
 _LAUNCHED = ("NPROC_PER_NODE", "NNODES")  # variables with the number of ranks that a command starts
-_SUM = re.compile(r"\$\(\s*expr\s+(\S+)\s+\\?([-+*/])\s+(\S+)\s*\)|\$\(\(\s*(\S+)\s*([-+*/])\s*(\S+)\s*\)\)")
+# $(expr 16 / $N) and $((A * (B + 1)))
+_SUM = re.compile(r"\$\(\s*expr\s+([^()`]+)\)|\$\(\(((?:[^()`]|\([^()`]*\))+)\)\)")
+_NAME_IN_SUM = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
+_OPERATIONS = {
+    ast.Add: int.__add__,
+    ast.Sub: int.__sub__,
+    ast.Mult: int.__mul__,
+    ast.FloorDiv: int.__floordiv__,
+    ast.Mod: int.__mod__,
+}
 
 
 def read_script(path: str) -> Node:
@@ -91,15 +102,17 @@ def _read_words(text: str) -> dict[str, list[str]]:
 
 
 def _computed(words: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """The words with the results of `$(expr 16 / $N)` and `$((16 / N))`, if both numbers are known."""
+    """The words with the results of `$(expr 16 / $N)` and `$((16 / N))`, if all numbers are known."""
 
     def result(match: re.Match[str]) -> str:
-        first, operator, second = match.group(1, 2, 3) if match[1] else match.group(4, 5, 6)
-        numbers = [variables.get(word, word) for word in (_expanded(first, variables), _expanded(second, variables))]
-        if not all(number.isdigit() for number in numbers) or (operator == "/" and not int(numbers[1])):
+        text = (match[1] or match[2]).replace("\\", "").replace("/", "//").strip()
+        text = _NAME_IN_SUM.sub(lambda name: variables.get(name[1], name[0]), text)
+        if not re.fullmatch(r"[-+*/%()\d\s]+", text) or len(text) > _MAX_SUM:
             return match[0]
-        a, b = map(int, numbers)
-        return str({"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}[operator])
+        try:
+            return str(_calculated(ast.parse(text, mode="eval").body))
+        except (SyntaxError, TypeError, ArithmeticError):
+            return match[0]
 
     out = list[str]()
     for word in words:
@@ -108,6 +121,15 @@ def _computed(words: Sequence[str], variables: dict[str, str]) -> list[str]:
         else:
             out.append(word)
     return [_SUM.sub(result, word) for word in out]
+
+
+def _calculated(node: ast.expr) -> int:
+    """The value of a sum of whole numbers. Raises TypeError for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_calculated(node.left), _calculated(node.right))
+    raise TypeError
 
 
 class _Branches:

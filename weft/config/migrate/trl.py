@@ -74,7 +74,9 @@ _LOSSES = {
     "dapo": ("ppo", "token_mean"),
     "dr_grpo": ("ppo", "sequence_sum"),
     "cispo": ("cispo", "token_mean"),
+    "sapo": ("sapo", "sequence_mean"),
 }
+_SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}  # the temperatures of `rl.policy_loss: sapo`
 # The end of a reward's name -> (weft's reward, whether both return the same numbers).
 _REWARDS = {"accuracy_reward": ("math", True), "think_format_reward": ("format", False)}
 # vllm_importance_sampling_mode -> (rl.correction, rl.correction_level); for masks it is icepop if clip_min is also set.
@@ -208,9 +210,11 @@ class Trl(Algorithm):
         clip = [1.0, high - 1] if loss == "cispo" else [min(1.0, low), high]  # cispo's epsilon_high is the bound itself
         self.take("rl.policy_loss", loss, "loss_type", "loss_type, importance_sampling_level")
         exact = kind in _LOSSES and not (loss == "cispo" and (sequence or clip[1] <= 0))
+        if loss == "sapo":
+            exact = not sequence and all(self.settings.get(name, value) == value for name, value in _SAPO.items())
         level = "whole samples" if sequence else "each token"
         (self.agrees if exact else self.differs)("policy loss", f"{kind}, ratio of {level}", loss)
-        if clip[1] > 0:
+        if clip[1] > 0 and loss != "sapo":
             self.take("rl.clip", clip, "epsilon", "epsilon, epsilon_high")
             self.agrees("clip of the ratio", *[f"{1 - clip[0]:g} to {1 + clip[1]:g}"] * 2)
         if loss == "ppo":

@@ -441,7 +441,7 @@ class Verl(Algorithm):
         prompts = draft.value("rl.prompts_per_step", 0)
         epochs = int(self.number(f"{_ACTOR}.ppo_epochs"))
         self.take("rl.epochs", epochs, f"{_ACTOR}.ppo_epochs")
-        if not batch or prompts % batch:
+        if not batch or not prompts or prompts % batch:
             text = "set it: prompts of a rollout step / ppo_mini_batch_size, if the result is a whole number"
             draft.values["rl.minibatches"] = (None, text, name)
             return
@@ -453,7 +453,7 @@ class Verl(Algorithm):
         draft.count_updates(("train.steps", "checkpoint.every", "schedule.warmup_steps"), updates)
         if samples := int(self.number("rollout.total_rollout_steps")):
             draft.values.pop("train.epochs", None)
-            self.take("train.steps", samples // batch * epochs, "rollout.total_rollout_steps",
+            self.take("train.steps", max(1, samples // batch * epochs), "rollout.total_rollout_steps",
                       f"{samples} prompts / ppo_mini_batch_size {batch}")  # fmt: skip
         constant = draft.value("schedule.name") == "constant" and not (
             draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_ratio")
