@@ -21,6 +21,7 @@ from weft.config import check_reshard, resolve_mesh, to_dict
 from weft.config.distill_schema import DistillConfig
 from weft.config.dpo_schema import DpoConfig
 from weft.config.load import load_values, written_config
+from weft.config.model_limits import check_model
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
@@ -251,10 +252,12 @@ class _CallArguments:
 
 def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> RlOptions:
     """Device and number of trainer ranks of a config. nproc: the number of ranks if cluster.trainer_ranks is null.
-    Raises UserError if the mesh does not fit the number of ranks."""
+    Raises UserError if the mesh does not fit the number of ranks, or the model."""
     accelerators = accelerator_count(device)
     world = config.cluster.trainer_ranks or nproc or accelerators or 1
-    check_reshard(config, resolve_mesh(config.mesh, world))
+    sizes = resolve_mesh(config.mesh, world)
+    check_reshard(config, sizes)
+    check_model(config, sizes)
     return RlOptions(device="cuda" if accelerators or device == "cuda" else "cpu", world=world)
 
 

@@ -28,6 +28,7 @@ from weft.config.frozen_ranks import frozen_ranks, frozen_section, in_turns
 from weft.config.load import chosen_keys, read_config_file, written_config
 from weft.config.mesh import AXES, fewest_ranks
 from weft.config.migrate.migrate import migrate_and_compare
+from weft.config.model_limits import check_model
 from weft.config.reference import find_keys, starter
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import MeshConfig
@@ -619,6 +620,7 @@ def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
     _check_frozen_ranks(config, world, "--nproc")
     sizes = resolve_mesh(config.mesh, world - frozen)
     check_reshard(config, sizes)
+    check_model(config, sizes)
     if not joined() and not getattr(options, "dry_run", False):
         check_ranks_fit(world, options.device)
     return world

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.zoo import tiny_config
-from weft import hub
+from weft import cli, hub
 from weft.config.load import load_config, written_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
@@ -145,3 +145,43 @@ def test_the_hub_is_tried_at_its_own_port(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(UserError, match="mirror.example cannot be reached"):
             hub.check_model_is_there("no-such-org/no-such-model")
     assert tried == [("mirror.example", 8081), ("mirror.example", 443)]
+
+
+# command, family of the model, words -> what is refused
+REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    "no experts": ("sft", "llama", ("mesh.ep=2", "--nproc", "2"), "mesh.ep=2: weft finds no experts"),
+    "no experts in dpo": ("dpo", "qwen3", ("mesh.ep=2", "--nproc", "2"), "mesh.ep=2: weft finds no experts"),
+    "no experts in reward": ("reward", "llama", ("mesh.ep=2", "--nproc", "2"), "Set mesh.ep=1"),
+    "no experts in rl": ("rl", "llama", ("mesh.ep=2", "--nproc", "2"), "mesh.ep=2: weft finds no experts"),
+    "few experts": ("sft", "qwen3_moe", ("mesh.ep=16", "--nproc", "16"), "Set mesh.ep to 4 or less"),
+    "few layers": ("distill", "llama", ("mesh.pp=8", "--nproc", "8"), "this model allow: set mesh.pp=2"),
+    "few layers in rl": ("rl", "llama", ("mesh.pp=8", "--nproc", "8"), "this model allow: set mesh.pp=2"),
+    "columns": ("sft", "llama", ("mesh.tp=5", "--nproc", "5"), "mesh.tp=5 does not divide the 64 columns of the MLP"),
+    "balance": ("sft", "llama", ("model.router_aux_loss=document",), "Set model.router_aux_loss=none"),
+    "biases": ("sft", "llama", ("model.router_bias_rate=0.001",), "Set model.router_bias_rate=null"),
+}
+_ROWS = {"rl": '{"prompt": "a", "answer": "b"}', "sft": '{"text": "a"}', "distill": '{"text": "a"}'}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_config_json_rules_out_is_refused_before_ranks_and_ray_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, family, words, expected = REFUSED[name]
+    (tmp_path / "rows.jsonl").write_text(_ROWS.get(command, '{"prompt": "a", "chosen": "b", "rejected": "c"}') + "\n")
+    tiny_config(family).save_pretrained(tmp_path / "model")
+    model = [f"model.path={tmp_path}/model", "model.init=random", f"data.path={tmp_path}/rows.jsonl"]
+    model += ["rl.reward=[exact_match]"] if command == "rl" else []
+    model += [f"distill.teacher={tmp_path}/model"] if command == "distill" else []
+
+    def started(*arguments: object) -> int:
+        raise AssertionError("a rank, or the controller of Ray, started")
+
+    monkeypatch.setattr(cli, "run", started)
+    monkeypatch.setattr(cli, "run_with_restarts", started)
+    monkeypatch.setattr("subprocess.Popen", started)
+    monkeypatch.setattr(cli, "check_ranks_fit", lambda *arguments: None)
+    seconds = time.process_time()
+    status = cli.main([command, *model, *words, "--device", "cpu"])
+    assert status == 2 and expected in capsys.readouterr().err
+    assert time.process_time() - seconds < 5
