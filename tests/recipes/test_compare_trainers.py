@@ -107,14 +107,15 @@ def trl(b: Batch, kind: str = "grpo", high: float = 0.2, beta: float = 0.0, leve
     return total / {"dr_grpo": B * R, "bnpo": b.trained.sum(), "dapo": b.mask.sum(), "cispo": b.mask.sum()}[kind]
 
 
-def openrlhf(b: Batch, dual: float | None = None, tis: bool = False, kl: str = "", high: float = 0.2) -> Tensor:
-    loss = surrogate(b, (b.logp - b.old).clamp(-20, 20).exp(), 0.2, high, dual)
+def openrlhf(b: Batch, dual: float | None = None, tis: bool = False, kl: str = "", parts: int = 1) -> Tensor:
+    loss = surrogate(b, (b.logp - b.old).clamp(-20, 20).exp(), 0.2, 0.2, dual)
     if tis:
         loss = (b.old - b.engine).exp().clamp(0.5, 5.0) * loss
     d = b.logp - b.ref
     if kl:
         loss = loss + 0.01 * {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[kl].clamp(-10, 10)
-    return (loss * b.trained).sum() / b.trained.sum()
+    sums, tokens = ((x * b.trained).view(parts, -1).sum(1) for x in (loss, torch.ones_like(loss)))
+    return (sums / tokens).mean()
 
 
 def nemo(b: Batch, token: bool = True, penalty: float = 0.0, c: float | None = None, high: float = 0.2) -> Tensor:
@@ -341,6 +342,8 @@ TRAINED, PADDED = sum(LENGTHS), B * (P + R - 1)  # trained tokens, and columns o
 # What the trainer does otherwise -> (trainer, its settings, words of the config, plants, the convention that is named)
 PLANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any], str]] = {
     "mean of samples": ("TRL", {"kind": "grpo"}, (), {}, "rl.loss_aggregation=sequence_mean"),
+    "mean of micro-batches": (
+        "OpenRLHF", {"parts": 2}, (), {}, "the mean of the token means of 2 micro-batches of 3 sequences"),
     "mean of tokens": ("slime", {"per_token": True}, (), {}, "rl.loss_aggregation=token_mean"),
     "mask one later": ("TRL", {"kind": "bnpo"}, (), {"moved": 1}, "response_mask one token later than in the file"),
     "mask one earlier": ("OpenRLHF", {}, (), {"moved": -1}, "response_mask one token earlier than in the file"),
@@ -348,9 +351,9 @@ PLANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any], st
     "temperature": ("NeMo-RL", {}, ("rollout.temperature=0.8",), {}, "rollout.temperature=1"),
     "another temperature": ("slime", {}, (), {"temperature": 0.85}, "rollout.temperature=0.85"),
     "deviation by n": ("TRL", {}, ("rl.loss_aggregation=sequence_mean",), {"used": 0},
-                       "advantages divided by the deviation of a group over n, not n - 1"),
+                       "advantages divided by the deviation over n, not n - 1, of the n = 3 samples of a group"),
     "deviation by n - 1": ("OpenRLHF", {}, (), {"ddof": 0},
-                           "advantages divided by the deviation of a group over n - 1, not n"),
+                           "advantages divided by the deviation over n - 1, not n, of the n = 3 samples of a group"),
     "KL": ("ROLL", {"kl": 0.1}, ("rl.kl_coef=0.1", "rl.kl_estimator=k2"), {}, "rl.kl_estimator=k3"),
     "slime's KL": ("slime", {"kl": "k1"}, ("rl.kl_coef=0.02", "rl.kl_estimator=k2"), {}, "rl.kl_estimator=k1"),
     "clip-high dropped": ("slime", {"high": 0.2}, (), {}, "rl.clip=[0.2, 0.2]"),

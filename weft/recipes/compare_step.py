@@ -7,7 +7,7 @@ that reproduce the other trainer's numbers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -261,11 +261,17 @@ def conventions(config: RlConfig, dump: StepDump) -> Iterator[Convention]:
             ("divided by their standard deviation over the trained tokens", 0.0),
         ):
             yield with_samples(f"advantages {name}", partial(_rescaled, centre=centre, deviation=deviation))
-    sizes = Counter(sample.prompt.tokens for sample in dump.samples)
-    if max(sizes.values()) > 1:
-        for name, power in (("n, not n - 1", 0.5), ("n - 1, not n", -0.5)):
-            scale = partial(_of_other_deviation, sizes=sizes, power=power)
-            yield with_samples(f"advantages divided by the deviation of a group over {name}", scale)
+    for size, name in _deviation_sizes(dump.samples).items():
+        for over, power in (("n, not n - 1", 0.5), ("n - 1, not n", -0.5)):
+            scale = (size / (size - 1)) ** power
+            yield with_samples(
+                f"advantages divided by the deviation over {over}, of the n = {size} {name}",
+                partial(_rescaled, centre=0.0, deviation=1 / scale),
+            )
+    if rl.loss_aggregation == "token_mean" and not (rl.kl_coef or rl.entropy_coef):  # advantages then scale the loss
+        for parts in (n for n in range(2, len(dump.samples)) if len(dump.samples) % n == 0):
+            name = f"the mean of the token means of {parts} micro-batches of {len(dump.samples) // parts} sequences"
+            yield Convention(name, config, _by_micro_batch(dump.samples, parts))
     for temperature in _TEMPERATURES:
         if temperature != config.rollout.temperature:
             changed = replace(config, rollout=replace(config.rollout, temperature=temperature))
@@ -285,11 +291,34 @@ def _rescaled(sample: Sample, centre: float, deviation: float) -> dict[str, Any]
     return {"advantages": (_advantages(sample) - centre) / deviation}
 
 
-def _of_other_deviation(sample: Sample, sizes: Mapping[tuple[int, ...], int], power: float) -> dict[str, Any]:
-    """Advantages with the other of the two standard deviations of a group of n samples. sizes: prompt -> n. power: of
-    n / (n - 1)."""
-    n = sizes[sample.prompt.tokens]
-    return {"advantages": _advantages(sample) * (n / (n - 1)) ** power if n > 1 else _advantages(sample)}
+def _deviation_sizes(samples: Sequence[Sample]) -> dict[int, str]:
+    """Number of values of which a standard deviation may be -> what they are. The samples of a group have the same
+    prompt, or are next to each other with advantages whose sum is about 0; groups of several sizes are not found."""
+    sizes = {sum(sample.length for sample in samples): "trained tokens", len(samples): "samples"}
+    by_prompt = {*Counter(sample.prompt.tokens for sample in samples).values()}
+    values = np.array([_advantages(sample)[sample.sampled][0] if sample.length else 0.0 for sample in samples])
+    limit = 1e-3 * max(float(np.abs(values).max()), 1e-9)
+    centred = [
+        n
+        for n in range(2, len(samples))
+        if len(samples) % n == 0 and np.abs(values.reshape(-1, n).sum(1)).max() < limit
+    ]
+    group = by_prompt.pop() if len(by_prompt) == 1 else 1
+    group = group if group > 1 else next(iter(centred), 1)
+    sizes[group] = "samples of a group"
+    return {size: name for size, name in sizes.items() if size > 1}
+
+
+def _by_micro_batch(samples: Sequence[Sample], parts: int) -> list[Sample]:
+    """Samples with advantages that turn the mean over all tokens into the mean of the means over `parts` parts."""
+    size = len(samples) // parts
+    lengths = np.array([sample.length for sample in samples], np.float64)
+    of_part = np.maximum(lengths.reshape(parts, size).sum(1), 1).repeat(size)
+    factors = lengths.sum() / parts / of_part
+    return [
+        replace(sample, advantages=(_advantages(sample) * factor).astype(np.float32))
+        for sample, factor in zip(samples, factors, strict=True)
+    ]
 
 
 def _moved(sample: Sample, tokens: int, names: Sequence[str]) -> dict[str, Any]:
