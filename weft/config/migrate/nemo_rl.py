@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.draft import Draft, numbers_of
+from weft.config.migrate.trainer import TABLES
 from weft.config.yaml12 import show
 
 # Name -> its value in grpo_math_1B.yaml, for every name that this file reads.
@@ -322,6 +323,8 @@ class NemoRl(Algorithm):
         elif used_in == "reward":
             original = f"{coef:g} x {kind}, subtracted from each token's reward, which is not summed to its return"
         self.penalty(coef, name, used_in, kind if kind in ("k1", "k2", "k3") else "k3", limit, False, original)
+        if coef and used_in == "loss" and not self.on(f"{_LOSS}.use_on_policy_kl_approximation"):
+            self.draft.notes["(KL)"] = TABLES.sentences.rl["KL_GRADIENT"]
 
     def corrections(self) -> None:
         """Set rl.old_logprobs and rl.correction."""
