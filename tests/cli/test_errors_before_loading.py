@@ -156,7 +156,6 @@ REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "few experts": ("sft", "qwen3_moe", ("mesh.ep=16", "--nproc", "16"), "Set mesh.ep to 4 or less"),
     "few layers": ("distill", "llama", ("mesh.pp=8", "--nproc", "8"), "this model allow: set mesh.pp=2"),
     "few layers in rl": ("rl", "llama", ("mesh.pp=8", "--nproc", "8"), "this model allow: set mesh.pp=2"),
-    "columns": ("sft", "llama", ("mesh.tp=5", "--nproc", "5"), "mesh.tp=5 does not divide the 64 columns of the MLP"),
     "balance": ("sft", "llama", ("model.router_aux_loss=document",), "Set model.router_aux_loss=none"),
     "biases": ("sft", "llama", ("model.router_bias_rate=0.001",), "Set model.router_bias_rate=null"),
 }

@@ -17,8 +17,6 @@ from weft.errors import UserError
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS = ("expert", "moe")  # parts of names and values in config.json of every mixture of experts
-# model_type -> its MLP has `intermediate_size` columns, which mesh.tp must divide
-_DENSE = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 
 
 def check_model(config: SftConfig | RlConfig, sizes: MeshSizes) -> None:
@@ -47,13 +45,6 @@ def check_model(config: SftConfig | RlConfig, sizes: MeshSizes) -> None:
         )
     if config.model.router_bias_rate is not None and not has_experts:
         raise UserError(f"model.router_bias_rate: {kind} models have no routers. Set model.router_bias_rate=null.")
-    columns = _number(text, "intermediate_size")
-    if kind in _DENSE and columns and columns % sizes.tp:
-        divisors = ", ".join(str(n) for n in range(1, sizes.tp) if columns % n == 0)
-        raise UserError(
-            f"mesh.tp={sizes.tp} does not divide the {columns} columns of the MLP (intermediate_size of config.json). "
-            f"Set mesh.tp to one of {divisors}."
-        )
 
 
 def _read(path: str) -> dict[str, Any] | None:

@@ -629,10 +629,10 @@ def _comparison(draft: Draft) -> str:
 def _without_line(draft: Draft, settings: Mapping[str, Any], text: str) -> str:
     """The names of the old config that the draft does not contain yet, as comments, so that it contains every name.
     text: the draft."""
-    words = {*re.findall(r"[\w.()]+", text.replace("-", "_"))}
-    rest = [
-        name for name in settings if not {name, name.rpartition(".")[2].replace("-", "_"), draft.entry(name)} & words
-    ]
+    comments = "\n".join(line.partition("#")[2] for line in text.splitlines())
+    words = {*re.findall(r"[\w.()*-]+", comments)}
+    words |= {name for key, (_, origin, name) in draft.values.items() if origin == key.partition(".")[2]}
+    rest = [name for name in settings if not {name, draft.entry(name)} & words]
     nulls = [name for name in rest if settings[name] is None]
     lines = []
     for reason, names in (
