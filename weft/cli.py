@@ -180,6 +180,10 @@ def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
     check_installed(config.track)
     check_profile(config.profile, world=world - frozen)
     options = replace(options, world=world - frozen)
+    if not options.dry_run and not joined():
+        from weft.data.first_rows import check_first_rows
+
+        check_first_rows(config)
 
     def body() -> None:
         recipe = importlib.import_module(f"weft.recipes.{command}")

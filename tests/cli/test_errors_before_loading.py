@@ -157,6 +157,8 @@ REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "few layers": ("distill", "llama", ("mesh.pp=8", "--nproc", "8"), "this model allow: set mesh.pp=2"),
     "few layers in rl": ("rl", "llama", ("mesh.pp=8", "--nproc", "8"), "this model allow: set mesh.pp=2"),
     "balance": ("sft", "llama", ("model.router_aux_loss=document",), "Set model.router_aux_loss=none"),
+    "a row": ("sft", "llama", (), "rows.jsonl:1: has `txt`, but needs `messages`"),
+    "a row of pairs": ("dpo", "llama", (), "rows.jsonl:1: "),
     "biases": ("sft", "llama", ("model.router_bias_rate=0.001",), "Set model.router_bias_rate=null"),
 }
 _ROWS = {"rl": '{"prompt": "a", "answer": "b"}', "sft": '{"text": "a"}', "distill": '{"text": "a"}'}
@@ -167,7 +169,8 @@ def test_what_config_json_rules_out_is_refused_before_ranks_and_ray_start(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, family, words, expected = REFUSED[name]
-    (tmp_path / "rows.jsonl").write_text(_ROWS.get(command, '{"prompt": "a", "chosen": "b", "rejected": "c"}') + "\n")
+    text = _ROWS.get(command, '{"prompt": "a", "chosen": "b", "rejected": "c"}') + "\n"
+    (tmp_path / "rows.jsonl").write_text('{"txt": "a"}\n' if name.startswith("a row") else text)
     tiny_config(family).save_pretrained(tmp_path / "model")
     model = [f"model.path={tmp_path}/model", "model.init=random", f"data.path={tmp_path}/rows.jsonl"]
     model += ["rl.reward=[exact_match]"] if command == "rl" else []
