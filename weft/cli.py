@@ -209,6 +209,10 @@ def _rl(options: RlOptions, words: Sequence[str]) -> Job:
     config, options = _load_run(options, RlConfig)
     resolved = rl_options(config, options.device, _ranks_wanted(options, config))
     options = replace(options, device=resolved.device, world=resolved.world)
+    if config.rollout.engine == "vllm" and config.cluster.address is None and not (options.dry_run or options.replay):
+        from weft.inference.vllm import interpreter
+
+        interpreter.find(config.rollout.python)  # its environment is missing, or is one of another version
 
     def body() -> None:
         from weft.recipes import rl, rl_preview

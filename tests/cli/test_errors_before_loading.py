@@ -159,6 +159,7 @@ REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "balance": ("sft", "llama", ("model.router_aux_loss=document",), "Set model.router_aux_loss=none"),
     "a row": ("sft", "llama", (), "rows.jsonl:1: has `txt`, but needs `messages`"),
     "a row of pairs": ("dpo", "llama", (), "rows.jsonl:1: "),
+    "no vLLM": ("rl", "llama", ("rollout.engine=vllm", "rollout.python=/nowhere"), "no Python at /nowhere"),
     "biases": ("sft", "llama", ("model.router_bias_rate=0.001",), "Set model.router_bias_rate=null"),
 }
 _ROWS = {"rl": '{"prompt": "a", "answer": "b"}', "sft": '{"text": "a"}', "distill": '{"text": "a"}'}
