@@ -182,7 +182,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     }),
     "OpenRLHF's IPO, by its former names": (
         "a.sh",
-        "python -m openrlhf.cli.train_dpo --pretrain org/model --ipo --beta 0.2 --packing_samples --chosen_key a\n",
+        "python -m openrlhf.cli.train_dpo --pretrain org/model --ipo --beta 0.2 --packing_samples --dataset a/b\n",
         "dpo",
         {"preference.loss": "ipo", "preference.beta": 0.2, "optimizer.lr": 1e-5, "data.max_length": 512,
          "step.documents": 128},
@@ -224,9 +224,9 @@ def test_every_name_of_the_old_config_is_in_its_draft(file: str, monkeypatch: py
     names: list[str] = []
     find_trainer = module._trainer_of
 
-    def noted(settings: dict[str, Any], files: list[str]) -> Any:
+    def noted(settings: dict[str, Any], *others: Any) -> Any:
         names.extend(settings)
-        return find_trainer(settings, files)
+        return find_trainer(settings, *others)
 
     monkeypatch.setattr(module, "_trainer_of", noted)
     text = migrate([str(FOREIGN / file)], 8).replace("-", "_")

@@ -28,7 +28,7 @@ from weft.config.migrate.programs import read_program
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.migrate.roll import Roll
 from weft.config.migrate.rollouts import settle_roles, take_rewards, take_rl_columns
-from weft.config.migrate.scripts import PROGRAM, read_script
+from weft.config.migrate.scripts import MODULE, PROGRAM, read_script
 from weft.config.migrate.slime import Slime
 from weft.config.migrate.trainer import ITSELF, TABLES, Trainer
 from weft.config.migrate.trl import Trl
@@ -94,7 +94,8 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     if parents:
         settings.pop("config", None)
     settings = {name: _filled(value, settings) for name, value in settings.items()}
-    trainer, signs, schema = _trainer_of(settings, files)
+    module = str(settings.pop(MODULE, ""))
+    trainer, signs, schema = _trainer_of(settings, files, module)
     former = trainer.table.former
     settings = {former.get(name.lower(), name): value for name, value in settings.items()}
     settings = dict(_without_no(name, value) for name, value in settings.items())
@@ -153,13 +154,15 @@ def _without_no(name: str, value: Any) -> tuple[str, Any]:
     return (plain, False) if value is True and plain != name and entry_of(name) is None else (name, value)
 
 
-def _trainer_of(settings: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
-    """(Trainer of these files, the names by which it was recognised, schema of weft's command for them). Raises
-    UserError for files of an unknown trainer, and for kinds of training without drafts."""
+def _trainer_of(settings: Mapping[str, Any], files: Sequence[str], module: str = "") -> tuple[Trainer, list[str], type]:
+    """(Trainer of these files, the names by which it was recognised, schema of weft's command for them). module: that a
+    script executes. Raises UserError for files of an unknown trainer, and for kinds of training without drafts."""
     subject = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
     if settings and set(settings) <= set(schema_keys(SftConfig)):
         raise UserError(f"{subject} already a config of weft: check it with `weft sft {files[0]} --dry-run`.")
-    by_signs = recognised(settings)
+    packages = {trainer.table.package: trainer for trainer in TABLES.trainers if trainer.table.package}
+    package = module.partition(".")[0]
+    by_signs = (packages[package], [module]) if package in packages else recognised(settings)
     if by_signs is None:
         titles = ", ".join(trainer.title for trainer in TABLES.trainers)
         raise UserError(

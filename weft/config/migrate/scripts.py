@@ -33,6 +33,7 @@ _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|tr
 _SUBCOMMANDS = ("trl", "swift", "llamafactory-cli")  # programs whose first argument is the command
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start another program
 PROGRAM = "(program)"  # name of the executed script, without .py, or of the subcommand
+MODULE = "(module)"  # name of the executed module, with its packages
 _LAUNCHED = ("NPROC_PER_NODE", "NNODES")  # variables with the number of ranks that a command starts
 # $(expr 16 / $N) and $((A * (B + 1)))
 _SUM = re.compile(r"\$\(\s*expr\s+([^()`]+)\)|\$\(\(((?:[^()`]|\([^()`]*\))+)\)\)")
@@ -269,6 +270,7 @@ def _values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         if before in ("-m", "--module") and not runs:
             runs = not word.startswith(_LAUNCHERS)
             if runs:
+                yield MODULE, [word]
                 yield PROGRAM, [word.rpartition(".")[2]]
             name, before = "", word
             continue

@@ -108,7 +108,8 @@ class Table:
     default learning rate with adapters, if it differs. datasets: names whose values are data sets as in
     PATH:SUBSET#ROWS -> section of weft. packing: names that, if true, make the batch a number of rows of the maximum
     length. lora: the name that enables adapters -> the values that enable them; the value "" is an unset name.
-    balancing: default factor of the auxiliary loss of a mixture of experts. companion: whether the trainer's file
+    balancing: default factor of the auxiliary loss of a mixture of experts. package: the Python package of its
+    programs, by which a script that runs one of its modules is recognised. companion: whether the trainer's file
     accompanies another trainer's. vision: name -> default for models with images. devices: names of the list of
     training devices. steps_behind: whether update k has the schedule's rate at k - 1, because a scheduler of PyTorch or
     Megatron steps after the update. rl_draft: reinforcement learning, if weft can draft it. jobs: the same for weft's
@@ -135,6 +136,7 @@ class Table:
     lora: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     balancing: float | None = None
     companion: bool = False
+    package: str = ""
     vision: dict[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     steps_behind: bool = True
