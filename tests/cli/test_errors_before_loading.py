@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "no experts in dpo": ("dpo", "qwen3", ("mesh.ep=2", "--nproc", "2"), "mesh.ep=2: weft finds no experts"),
     "no experts in reward": ("reward", "llama", ("mesh.ep=2", "--nproc", "2"), "Set mesh.ep=1"),
     "no experts in rl": ("rl", "llama", ("mesh.ep=2", "--nproc", "2"), "mesh.ep=2: weft finds no experts"),
-    "few experts": ("sft", "qwen3_moe", ("mesh.ep=16", "--nproc", "16"), "Set mesh.ep to 4 or less"),
+    "few experts": ("sft", "qwen3_moe", ("mesh.ep=16", "--nproc", "16"), "Set mesh.ep to 5 or less"),
     "few layers": ("distill", "llama", ("mesh.pp=8", "--nproc", "8"), "this model allow: set mesh.pp=2"),
     "few layers in rl": ("rl", "llama", ("mesh.pp=8", "--nproc", "8"), "this model allow: set mesh.pp=2"),
     "balance": ("sft", "llama", ("model.router_aux_loss=document",), "Set model.router_aux_loss=none"),
@@ -175,7 +175,9 @@ def test_what_config_json_rules_out_is_refused_before_ranks_and_ray_start(
     tiny_config(family).save_pretrained(tmp_path / "model")
     model = [f"model.path={tmp_path}/model", "model.init=random", f"data.path={tmp_path}/rows.jsonl"]
     model += ["rl.reward=[exact_match]"] if command == "rl" else []
-    model += [f"distill.teacher={tmp_path}/model"] if command == "distill" else []
+    if command == "distill":
+        tiny_config(family).save_pretrained(tmp_path / "teacher")
+        model += [f"distill.teacher={tmp_path}/teacher"]
 
     def started(*arguments: object) -> int:
         raise AssertionError("a rank, or the controller of Ray, started")
