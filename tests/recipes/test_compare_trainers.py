@@ -62,7 +62,7 @@ class Batch(SimpleNamespace):
         super().__init__(
             model=model, ids=ids, attention=attention, mask=mask, logp=logp, old=old, ref=reference,
             engine=old + 0.9 * torch.randn(B, P + R, generator=draw), advantages=scaled(ddof), a=scaled(used),
-            trained=mask.roll(moved, 1) * attention,
+            trained=mask.roll(moved, 1) * attention * (torch.arange(P + R) > 0),
         )  # fmt: skip
 
     def norm(self, loss: Tensor) -> float:
@@ -155,7 +155,7 @@ def prime(b: Batch, kl_tau: float = 1e-3, mask: float = 0.2, mean: bool = True) 
     log_ratio = b.logp - b.engine
     difference = b.logp.exp() - b.engine.exp()
     invalid = torch.where(b.a > 0, difference > mask, difference < -mask)
-    loss = -(~invalid) * b.a * log_ratio.exp() + kl_tau * log_ratio**2
+    loss = -(~invalid).float() * b.a * log_ratio.exp() + kl_tau * log_ratio**2
     return (loss * b.trained).sum() / (b.trained.sum() if mean else 1)
 
 
