@@ -322,8 +322,8 @@ AGREES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-QUICK = ("TRL grpo", "OpenRLHF's TIS", "NeMo-RL", "slime's low_var_kl", "Miles' TIS", "ROLL", "prime-rl")
-QUICK_PLANTS = ("mask one earlier", "deviation by n", "padding counted", "stale", "NeMo-RL's KL")
+QUICK = ("TRL grpo", "OpenRLHF's TIS", "NeMo-RL", "slime's low_var_kl", "ROLL", "prime-rl")
+QUICK_PLANTS = ("mask one earlier", "deviation by n", "NeMo-RL's KL")
 
 
 def cases(names: Iterable[str], quick: Sequence[str]) -> list[Any]:

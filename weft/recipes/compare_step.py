@@ -42,7 +42,7 @@ _CORRECTIONS = (
     ("icepop", "token", (0.5, 5.0)),
 )
 _ENTROPY_COEFFICIENTS = (0.001, 0.01)
-_TEMPERATURES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2, 1.5)
+_TEMPERATURES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2)
 
 
 @dataclass(frozen=True)
