@@ -469,7 +469,10 @@ def _profile(run: PartRun, shape: str, recompute: str, tokens: int) -> Row:
         with profile(activities=activities, with_stack=True) as framed:
             step(rows[5])
             run.device.now()
-    summarise(run, shape, work_of(profiled.events(), run.device.cuda), wall)
+    seconds = summarise(run, shape, work_of(profiled.events(), run.device.cuda), wall)
+    fused, repeated = fuses_norms(engine.config, engine.ranks.device), recompute != "none"
+    layers = layer_passes(engine.built.config, torch.bfloat16, fused_norms=fused)
+    passed = sum((1 + repeated) * layer.forward.bytes + layer.backward.bytes for layer in layers) * tokens
     profiled.export_chrome_trace(str(run.out / f"profile-{shape}.json.gz"))
     trace = run.out / f"profile-{shape}-frames.json"
     framed.export_chrome_trace(str(trace))
@@ -483,7 +486,13 @@ def _profile(run: PartRun, shape: str, recompute: str, tokens: int) -> Row:
             **{"longest ms": max(durations) / 1e3},
             frame=frame,
         )
-    return {"ms a step": wall / 2 * 1e3, "tokens/s": 2 * tokens / wall, "idle": 1.0 - _busy(profiled, run) / wall}
+    return {
+        "ms a step": wall / 2 * 1e3,
+        "tokens/s": 2 * tokens / wall,
+        "idle": 1.0 - _busy(profiled, run) / wall,
+        # As the planner counts their bytes; kernels of the head are among them.
+        "operations GB/s": 2 * passed / max(1e-9, seconds["other"] + seconds["copies, casts"]) / 1e9,
+    }
 
 
 def _busy(profiled: Any, run: PartRun) -> float:
@@ -543,8 +552,8 @@ def busy_seconds(events: Sequence[FunctionEvent]) -> float:
     return total / 1e6
 
 
-def summarise(run: PartRun, shape: str, events: Sequence[FunctionEvent], wall: float) -> None:
-    """Rows by kind of work, and a file of the kernels that take longest."""
+def summarise(run: PartRun, shape: str, events: Sequence[FunctionEvent], wall: float) -> Counter[str]:
+    """Rows by kind of work, and a file of the kernels that take longest. Returns the seconds of each kind."""
     seconds, calls = Counter[str](), Counter[str]()
     for event in events:
         duration = event.time_range.elapsed_us() if run.device.cuda else event.self_cpu_time_total
@@ -562,6 +571,7 @@ def summarise(run: PartRun, shape: str, events: Sequence[FunctionEvent], wall: f
     for name, duration in seconds.most_common(_TOP):
         lines.append(f"{duration * 1e3:8.2f} {duration / wall:6.1%} {calls[name]:6}  [{kind_of(name)}] {name[:150]}")
     (run.out / f"profile-{shape}.txt").write_text("\n".join(lines) + "\n")
+    return kinds
 
 
 # ---------------------------------------------------------------- the machine

@@ -37,7 +37,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.launch.process import join
-from weft.parallel.activations import saved_bytes
+from weft.parallel.activations import LayerSetup, saved_bytes
 
 MIB = 2**20
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -132,7 +132,9 @@ def measure(path: str, tokens: int, setting: dict[str, Any]) -> Measured:
     seconds = step(engine, documents)
     _, peak = resident()
     activations = Activations.from_config(engine.config)
-    saved = saved_bytes(engine.built.config, engine.precision.compute, tiled=activations.tile is not None)
+    saved = saved_bytes(
+        engine.built.config, engine.precision.compute, setup=LayerSetup(tiled=activations.tile is not None)
+    )
     activation_bytes = saved.bytes(tokens, activations)
     return Measured(
         activation_bytes, sum(p.numel() * p.element_size() for p in engine.module.parameters()), peak - before, seconds

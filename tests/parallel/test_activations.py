@@ -23,12 +23,13 @@ from weft.engine.selfcheck.context import axis_of
 from weft.engine.selfcheck.harness import in_threads
 from weft.engine.step_plan.plan import plan_step
 from weft.models import hf
+from weft.models.experts import expert_blocks, group_experts, hide
 from weft.models.train_module import TrainModule
 from weft.models.transforms import recompute_layers, tile_mlps
 from weft.ops.attention_call import Bounds
 from weft.ops.recompute import LayerResults, _Stored
 from weft.ops.shapes import GroupedProducts
-from weft.parallel.activations import RowSharing, saved_bytes
+from weft.parallel.activations import LayerSetup, RowSharing, saved_bytes
 from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.divide import tensor_parallel
 
@@ -44,7 +45,9 @@ def build(path: str, dtype: torch.dtype) -> TrainModule:
     config = hf.without_noise(hf.read_config(path))
     hf.register_kernels()
     attention = implementation(config, "auto")
-    return TrainModule(hf.build_random(copy.deepcopy(config), dtype=dtype, attention=attention, seed=0).train())
+    module = TrainModule(hf.build_random(copy.deepcopy(config), dtype=dtype, attention=attention, seed=0).train())
+    group_experts(module)
+    return module
 
 
 def kept_bytes(path: str, dtype: torch.dtype, mode: Activations) -> tuple[int, int]:
@@ -109,13 +112,33 @@ def test_what_is_foreseen_is_kept(family: str, dtype: torch.dtype) -> None:
     foreseen = saved.bytes(TOKENS, STORE_ALL)
     assert foreseen == pytest.approx(kept_bytes(path, dtype, STORE_ALL)[0], rel=0.1)
     assert saved.bytes(2 * TOKENS, STORE_ALL) == pytest.approx(2 * foreseen, rel=1e-3)
-    tiled = saved_bytes(config, dtype, tiled=True)
+    tiled = saved_bytes(config, dtype, setup=LayerSetup(tiled=True))
     for mode in MODES:
         figures = saved if mode.tile is None else tiled
         on_device, sent = kept_bytes(path, dtype, mode)
         close = 0.1 * foreseen if mode.recompute is None else saved.passed * TOKENS + 300  # one tensor
         assert abs(figures.after_forward(TOKENS, mode) - on_device) <= close, mode
         assert sent == figures.moved(TOKENS, mode), mode
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_compiled_layers_keep_is_foreseen(family: str) -> None:
+    """With the graphs that torch cuts for inductor, run by torch's own operations: blocks of experts stay outside."""
+    path = saved_model(family)
+    config = hf.without_noise(hf.read_config(path))
+    module = build(path, torch.bfloat16)
+    for _, layer in module.layers:
+        for block in expert_blocks(layer):
+            hide(block)
+        layer.compile(dynamic=True, backend="aot_eager_decomp_partition")
+    bounds = Bounds.packed((TOKENS,), torch.device("cpu"))
+    kept = kept_by(module, lambda: hidden_of(module, [torch.arange(TOKENS) % 128], "packed", bounds))
+    torch._dynamo.reset()
+    plain, compiled = (
+        saved_bytes(config, torch.bfloat16, setup=LayerSetup(compiled=mode)).bytes(TOKENS, STORE_ALL)
+        for mode in (False, True)
+    )
+    assert compiled == pytest.approx(kept, rel=0.1) and compiled < 0.8 * plain
 
 
 def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:

@@ -35,6 +35,7 @@ from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.launch.machine import Accelerator, accelerator
 from weft.launch.process import fake_ranks, join
+from weft.models.flops import model_flops
 from weft.parallel.activations import RowSharing
 from weft.recipes.dpo import Dpo
 from weft.recipes.plan import machines
@@ -437,11 +438,12 @@ def described(
     mesh: dict[str, int],
     lengths: list[int],
     machine_used: Machine | None = None,
+    family: str = "llama",
     **changes: Any,
 ) -> tuple[Blueprint, dict[str, float], Any]:
-    """(A small llama in bf16 on H100s, part -> seconds, the whole time)."""
+    """(A small model in bf16 on H100s, part -> seconds, the whole time)."""
     fsdp = {"param_dtype": "bf16", **sections.get("fsdp", {})}
-    path = saved_model("llama", **PLAIN, **changes)
+    path = saved_model(family, **(PLAIN if family == "llama" else {}), **changes)
     config = replace(engine_config(path, "1", **{**sections, "fsdp": fsdp}), mesh=MeshConfig(**mesh))
     model = Blueprint(config, "cpu", accelerator("h100-80gb"))
     sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
@@ -460,8 +462,8 @@ def test_what_a_single_rank_spends_on_copies_and_the_update_by_hand() -> None:
     assert parts["optimizer"] == pytest.approx(36 * model.trained / rate)
     assert parts["end of the step"] == pytest.approx(15e-6 * len(model.weights))
     layers = model.passes(RowSharing())
-    of_layers = 59 * sum(layer.forward.bytes + layer.backward.bytes for layer in layers)
-    assert parts["elementwise"] == pytest.approx((of_layers + 59 * model.head_passes(1)) / rate, rel=1e-3)
+    of_layers = 59 * sum(layer.forward.bytes + layer.backward.bytes for layer in layers) / (3350e9 * 0.46)
+    assert parts["elementwise"] == pytest.approx(of_layers + 59 * model.head_passes(1) / rate, rel=1e-3)
     operations = sum(layer.forward.operations + layer.backward.operations for layer in layers)
     assert parts["kernel launches"] == pytest.approx(15e-6 * operations)
 
@@ -477,11 +479,29 @@ def test_recomputed_layers_pass_once_more_and_compiled_ones_less() -> None:
     model, plain, _ = described({}, {"dp_shard": 1}, [60])
     recomputed = described({"model": {"recompute": "full"}}, {"dp_shard": 1}, [60])[1]
     fused = described({"model": {"compile": True}}, {"dp_shard": 1}, [60])[1]
-    rate, layers = 3350e9 * 0.8, model.passes(RowSharing())
+    rate, layers = 3350e9 * 0.46, model.passes(RowSharing())
     forward = 59 * sum(layer.forward.bytes for layer in layers) / rate
     both_passes = forward + 59 * sum(layer.backward.bytes for layer in layers) / rate
     assert recomputed["elementwise"] - plain["elementwise"] == pytest.approx(forward)
     assert plain["elementwise"] - fused["elementwise"] == pytest.approx(0.6 * both_passes)
+
+
+def test_blocks_of_experts_pass_as_in_plain_layers() -> None:
+    """They stay outside of the graphs."""
+    model, plain, _ = described({}, {"dp_shard": 1}, [60], family="qwen3_moe")
+    fused = described({"model": {"compile": True}}, {"dp_shard": 1}, [60], family="qwen3_moe")[1]
+    directions = [work for layer in model.passes(RowSharing()) for work in (layer.forward, layer.backward)]
+    experts, everything = sum(work.experts for work in directions), sum(work.bytes for work in directions)
+    assert 0.2 * everything < experts < 0.9 * everything
+    saved = 59 * 0.6 * (everything - experts) / (3350e9 * 0.46)
+    assert plain["elementwise"] - fused["elementwise"] == pytest.approx(saved)
+
+
+def test_attention_of_short_documents_is_slower() -> None:
+    """Of a document of 640 tokens it reaches half of the rate: the same FLOPs again."""
+    model, parts, _ = described({"step": {"max_tokens_per_device": 704}}, {"dp_shard": 1}, [640])
+    flops = model_flops(model.built.flops)[1] * 640**2
+    assert parts["attention"] == pytest.approx(2 * flops / (989e12 * 0.5), rel=0.01)
 
 
 def test_shards_are_cast_and_what_arrived_is_copied() -> None:
@@ -544,7 +564,7 @@ def test_4b_on_an_h100_takes_what_a_step_really_costs(checkout: Path) -> None:
         )
         facts = RowFacts.from_plan(model, plan_rows(model, sizes, [409] * 20))
         seconds[name] = time_of(model, sizes, facts, machine()).seconds
-    assert 0.6 < seconds["stock"] < 0.75
+    assert 0.6 < seconds["stock"] < 0.85
     assert 0.45 < seconds["eager"] < seconds["stock"] - 0.1
     assert 0.4 < seconds["compiled"] < seconds["eager"] - 0.03
     assert seconds["full"] > seconds["eager"] + 0.08
@@ -557,12 +577,13 @@ def test_what_was_measured_takes_the_place_of_assumptions(tmp_path: Path, monkey
     assert machine() == assumed and "None of this was measured" in assumed.lines()[-1]
     constants = {
         "source": "make gpu on a card", "matmul_rate": 494.5e12, "copy_rate": 2.01e12, "host_rate": 20e9,
-        "attention_rate": 98.9e12, "launch": 9e-6,
+        "attention_rate": 98.9e12, "operation_rate": 1.005e12, "launch": 9e-6,
     }  # fmt: skip
     (tmp_path / "h100-80gb.json").write_text(json.dumps(constants))
     measured = machine()
-    shares = measured.matmul, measured.attention, measured.copied, measured.launch, measured.host * measured.moved
-    assert shares == pytest.approx((0.5, 0.1, 0.6, 9e-6, 20e9))
+    shares = measured.matmul, measured.attention, measured.copied, measured.operated
+    assert shares == pytest.approx((0.5, 0.1, 0.6, 0.3))
+    assert (measured.launch, measured.host * measured.moved) == pytest.approx((9e-6, 20e9))
     assert "were measured: make gpu on a card" in measured.lines()[-1] and measured.peak == assumed.peak
     assert machine(matmul=0.9).matmul == 0.9  # what is stated counts more
 

@@ -47,7 +47,7 @@ from weft.models.readouts import ReadoutSpec, check_readouts
 from weft.models.train_module import TrainModule
 from weft.models.transforms import TRANSFORMS
 from weft.ops.communicator import CPAxis
-from weft.parallel.activations import RowSharing, Saved, saved_bytes
+from weft.parallel.activations import LayerSetup, RowSharing, Saved, saved_bytes
 from weft.parallel.adapter_values import fill_from_weights, needs_weights
 from weft.parallel.fsdp import InputCasts
 from weft.parallel.memory import (
@@ -323,7 +323,7 @@ def saved_of(
     propagate."""
     ring, ulysses = (1, 1) if context is None else (context.ring_size, context.ulysses_size)
     sharing, tiled = RowSharing(mesh.tp_size, ring, ulysses, sequence), Activations.from_config(config).tile is not None
-    return saved_bytes(built.config, precision.compute, sharing, tiled=tiled)
+    return saved_bytes(built.config, precision.compute, sharing, LayerSetup(tiled=tiled))
 
 
 def stored_rows_of_rank(schedule: Schedule, stages: StagePlan | None, pp_rank: int) -> tuple[list[int] | None, float]:

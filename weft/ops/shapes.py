@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.ops.attention_call import Call
@@ -63,3 +64,29 @@ class GroupedProducts(TorchDispatchMode):
         # Either the rows of each expert x its matrix, or the gradient of each matrix, a sum over the expert's rows.
         shape = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(ends), a.shape[0], b.shape[1])
         return a.new_empty(shape)
+
+
+class FusedNorms(TorchFunctionMode):
+    """A mode that replaces torch's fused RMSNorm, which does not support meta tensors, by passes over as many bytes. It
+    saves the same tensors, but for one number per row."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.rms_norm:
+            return _Norm.apply(args[0], kwargs["weight"])
+        return func(*args, **(kwargs or {}))
+
+
+class _Norm(torch.autograd.Function):
+    """Forward reads one row and writes one. Backward reads two rows and writes one; the weight's gradient costs two
+    more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        upstream.clone()
+        return x + upstream, torch.empty_like(weight)

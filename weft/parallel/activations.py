@@ -11,19 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PretrainedConfig
 
 from weft.config.recompute import KINDS, SELECTIVE, Activations, Kind, RecomputePolicy
+from weft.config.schema import LoraConfig
 from weft.models import hf
+from weft.models.experts import expert_blocks, group_experts, hides_routers
+from weft.models.fused_norms import fuse_norms
+from weft.models.lora import attach, freeze_base
 from weft.models.train_module import StageIO, TrainModule
 from weft.models.transforms import tile_mlps
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
 from weft.ops.offload import LAYERS_IN_FLIGHT, NARROW, PAGE
 from weft.ops.recompute import LayerResults, contexts, reuse_in_recompute
-from weft.ops.shapes import GroupedProducts
+from weft.ops.shapes import FusedNorms, GroupedProducts
 from weft.parallel.mesh import TPAxis
 from weft.parallel.pp.model import PlaceholderLayer
+from weft.parallel.shards.adapter_files import plan_lora
 from weft.parallel.tp.divide import tensor_parallel
 
 _ATTENTION = "weft_shapes"
@@ -136,35 +142,61 @@ class Saved:
         return sum(sorted((self._hosted(layer, activations) for layer in layers), reverse=True)[:LAYERS_IN_FLIGHT])
 
 
+@dataclass(frozen=True)
+class LayerSetup:
+    """How layers are set up, as far as it decides what they store. tiled: whether MLPs run over tiles of tokens.
+    fused_norms: the engine's decision for model.fused_norms. compiled: whether layers are compiled. lora: the adapters
+    of a frozen base; None if all weights are trained."""
+
+    tiled: bool = False
+    fused_norms: bool = False
+    compiled: bool = False
+    lora: LoraConfig | None = None
+
+
 def saved_bytes(
-    config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing(), *, tiled: bool = False
+    config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing(), setup: LayerSetup = LayerSetup()
 ) -> Saved:
     """The bytes that autograd stores on a rank for a model computed in `dtype`.
 
-    shared: how ranks share a row. The row is then part of one document. tiled: whether MLPs run over tiles of tokens.
-    Excluded are weights, the head, attention masks, and temporary memory of kernels. Of layers with equal structure,
-    only one runs. Raises the model's own exception if it cannot run on meta.
+    shared: how ranks share a row. The row is then part of one document. Excluded are weights, the head, attention
+    masks, and temporary memory of kernels. Of layers with equal structure, only one runs. Raises the model's own
+    exception if it cannot run on meta.
+
+    A compiled layer stores what matmuls and attention read or write; its graphs compute all other results again. Blocks
+    of experts outside of the graphs store what they do in plain layers.
     """
-    AttentionInterface.register(_ATTENTION, partial(_attend, shared))
+    products = _Products()
+    AttentionInterface.register(_ATTENTION, partial(_attend, shared, products))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
+    adapters = None if setup.lora is None else plan_lora(model, setup.lora)
     module = TrainModule(model)
+    group_experts(module)
+    if adapters is not None:
+        attach(module, adapters)
+        freeze_base(module, adapters)
     firsts = keep_one_of_each_kind(module)
+    if setup.fused_norms:
+        fuse_norms(module)
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, TPAxis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
-    if tiled:
+    if setup.tiled:
         tile_mlps(_TOKENS // 2, module, required=False)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that their addresses are not reused
     by_layer = [0] * len(firsts)
     outside, inside, passed, layers_started = [0, 0], list[int](), 0, False
+    in_graphs: dict[int, list[int]] = {}  # layer -> storages that its graphs' part stores if it runs eagerly
     results, running = dict[int, LayerResults](), ExitStack()
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if _storage(tensor) not in weights and _storage(tensor) not in storages:
             storages[_storage(tensor)] = storage
-            if inside:
+            if inside and products.watching:
+                in_graphs.setdefault(inside[-1], []).append(_storage(tensor))
+            elif inside:
                 by_layer[inside[-1]] += storage.nbytes()
             else:
                 outside[layers_started] += storage.nbytes()
@@ -176,20 +208,39 @@ def saved_bytes(
         hidden = args[0] if args else kwargs["hidden_states"]
         passed = max(passed, hidden.untyped_storage().nbytes())
         inside.append(number)
+        products.watch(setup.compiled)
         results[number] = LayerResults(SELECTIVE)
         running.enter_context(contexts(results=results[number])[0])
 
     def leave(*_: Any) -> None:
+        if setup.compiled:
+            stored = {
+                address: storages[address] for address in in_graphs.get(inside[-1], []) if address in products.seen
+            }
+            stored |= {key: storage for key, storage in products.written.items() if key not in weights}
+            by_layer[inside[-1]] += sum(storage.nbytes() for storage in stored.values())
+        products.watch(False)
+        products.written.clear()
         inside.clear()
         running.close()
 
+    hidden = setup.compiled and hides_routers(layer for _, layer in module.layers)
     for number, (_, layer) in enumerate(module.layers):
         if firsts[number] == number:
             layer.register_forward_pre_hook(partial(enter, number), with_kwargs=True)
             layer.register_forward_hook(leave)
+            for block in expert_blocks(layer) if hidden else ():
+                block.register_forward_pre_hook(lambda *_: products.watch(False))
+                block.register_forward_hook(lambda *_: products.watch(True))
     ids_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions_BT = torch.arange(_TOKENS, device="meta")[None]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts(), running:
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        GroupedProducts(),
+        FusedNorms(),
+        products,
+        running,
+    ):
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
     # For a document that ranks share, mixers with state gather the hidden states of the other ranks.
@@ -211,10 +262,36 @@ def saved_bytes(
             size + 2 * count * shared.ulysses * width for size, count in zip(kept["collectives"], mixers, strict=True)
         )
     saved = Saved(per_token, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS, kept, wide, wide_tensors)
-    if not tiled:
+    if not setup.tiled:
         return saved
-    untiled = saved_bytes(config, dtype, shared).layers
+    untiled = saved_bytes(config, dtype, shared, replace(setup, tiled=False)).layers
     return replace(saved, tiled=tuple(more - less for more, less in zip(untiled, per_token, strict=True)))
+
+
+class _Products(TorchDispatchMode):
+    """While it watches: the storages that matmuls and attention read or write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = False
+        self.seen: dict[int, torch.UntypedStorage] = {}  # kept alive, so that their addresses are not reused
+        self.written: dict[int, torch.UntypedStorage] = {}
+
+    def watch(self, watching: bool) -> None:
+        self.watching = watching
+
+    def add(self, inputs: Iterable[Any], output: Tensor) -> None:
+        """Record a matmul or attention."""
+        if self.watching:
+            tensors = [value for value in (*inputs, output) if isinstance(value, Tensor)]
+            self.seen |= {_storage(tensor): tensor.untyped_storage() for tensor in tensors}
+            self.written[_storage(output)] = output.untyped_storage()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"):
+            self.add(args, out)
+        return out
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -255,6 +332,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _attend(
     shared: RowSharing,
+    products: _Products,
     module: nn.Module,
     query_BHTD: Tensor,
     key_BKTD: Tensor,
@@ -275,6 +353,7 @@ def _attend(
             x.new_empty(*x.shape[:2], int(stored * x.shape[2]), x.shape[3]) for x in (key_BKTD, value_BKTE)
         )
     out: Tensor = _Attended.apply(query_BHTD, key_BKTD, value_BKTE)
+    products.add((query_BHTD, key_BKTD, value_BKTE), out)
     return out.transpose(1, 2), None
 
 

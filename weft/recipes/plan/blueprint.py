@@ -42,7 +42,7 @@ from weft.models.cost import costs_of_layers
 from weft.models.experts import find_experts
 from weft.models.train_module import ScoreHead, TrainModule
 from weft.models.transforms import dense_mlps
-from weft.parallel.activations import RowSharing, Saved, saved_bytes
+from weft.parallel.activations import LayerSetup, RowSharing, Saved, saved_bytes
 from weft.parallel.ep.experts import strided
 from weft.parallel.parallelize import StagePlan, layers_of
 from weft.parallel.pp.model import LayerInterface, Pipeline, plan_pipeline
@@ -104,7 +104,7 @@ class Blueprint:
         self._contexts: set[tuple[bool, bool]] = set()
         self._ulysses: dict[tuple[int, int], int | None] = {}
         self._pipelines: dict[int, tuple[StagePlan, Pipeline]] = {}
-        self._saved: dict[tuple[RowSharing, bool], Saved] = {}
+        self._saved: dict[tuple[RowSharing, LayerSetup], Saved] = {}
         self._passes: dict[RowSharing, list[LayerPasses]] = {}
         self._head_passes: dict[int, float] = {}
         self._styles: dict[int, TPPlan] = {}
@@ -300,10 +300,12 @@ class Blueprint:
     def saved(self, shared: RowSharing, *, tiled: bool = False) -> Saved:
         """The activations that a row stores for backward. tiled: whether MLPs run over tiles of tokens. Raises the
         error of a family that cannot run on meta."""
-        if (shared, tiled) not in self._saved:
-            compute = self.setup.precision.compute
-            self._saved[shared, tiled] = saved_bytes(self.built.config, compute, shared, tiled=tiled)
-        return self._saved[shared, tiled]
+        fused = fuses_norms(self.config, self.setup.ranks.device)
+        lora = self.config.lora if self.config.lora.on else None
+        setup = LayerSetup(tiled, fused, self.config.model.compile is True, lora)
+        if (shared, setup) not in self._saved:
+            self._saved[shared, setup] = saved_bytes(self.built.config, self.setup.precision.compute, shared, setup)
+        return self._saved[shared, setup]
 
     @cached_property
     def mlp_share(self) -> float:

@@ -23,12 +23,12 @@ MEASURED = Path(__file__).parent / "measured"
 @dataclass(frozen=True)
 class Machine:
     """Rates of a machine, in FLOP/s and bytes/s. ranks: accelerators of a machine. matmul, attention: shares of `peak`
-    that matmuls and attention reach. copied: share of the memory rate that passes over tensors reach. moved: the same
-    for link, network and host. host: rate between an accelerator and its host. host_memory: bytes that a rank's
-    processors read and write per second in an optimizer step. hop, far_hop: seconds for a step of a ring within a
-    machine and between machines. launch: host seconds per operation, including Python. fused: bytes of passes in
-    compiled layers, relative to eager layers. usable: share of the memory that a plan may use. measured: how rates were
-    measured; "" if they are assumptions."""
+    that matmuls and attention of long documents reach. copied: share of the memory rate that copies reach. operated:
+    the same for operations between the matmuls of a layer. moved: the same for link, network and host. host: rate
+    between an accelerator and its host. host_memory: bytes that a rank's processors read and write per second in an
+    optimizer step. hop, far_hop: seconds for a step of a ring within a machine and between machines. launch: host
+    seconds per operation, including Python. fused: bytes of passes in compiled layers, relative to eager layers.
+    usable: share of the memory that a plan may use. measured: how rates were measured; "" if they are assumptions."""
 
     accelerator: Accelerator
     peak: float
@@ -45,6 +45,7 @@ class Machine:
     hop: float = 2e-6
     far_hop: float = 8e-6
     launch: float = 15e-6
+    operated: float = 0.46
     fused: float = 0.4
     usable: float = 0.92
     measured: str = ""
@@ -55,7 +56,8 @@ class Machine:
             f"{self.accelerator.name}: {self.peak / 1e12:g} TFLOP/s, memory {self.memory_rate / GB:g} GB/s; machines "
             f"of {self.ranks}: {self.link / GB:g} GB/s within a machine, {self.network / GB:g} GB/s per accelerator to "
             f"other machines, {self.host / GB:g} GB/s to the host;",
-            f"matmuls reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, memory {self.copied:.0%}, "
+            f"matmuls reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}; copies reach "
+            f"{self.copied:.0%} of the memory's rate, other operations {self.operated:.0%}, "
             f"links {self.moved:.0%}; a hop of a ring takes {self.hop * 1e6:g} us, between machines "
             f"{self.far_hop * 1e6:g} us; an operation takes {self.launch * 1e6:.2g} us of host time.",
             f"Of these, matmuls, attention, memory, host and operations were measured: {self.measured}."
@@ -66,6 +68,10 @@ class Machine:
     def passing(self, size: float) -> float:
         """Seconds of passes over tensors that read and write `size` bytes."""
         return size / (self.memory_rate * self.copied)
+
+    def operating(self, size: float) -> float:
+        """Seconds of the operations between matmuls of a layer, which read and write `size` bytes."""
+        return size / (self.memory_rate * self.operated)
 
     def ranks_here(self, size: int, stride: int) -> int:
         """The number of a group's ranks on one machine. stride: difference between the numbers of neighbours."""
@@ -126,6 +132,7 @@ def _as_measured(machine: Machine) -> Machine:
     constants = json.loads(path.read_text())
     shares = {"matmul_rate": ("matmul", machine.peak), "attention_rate": ("attention", machine.peak)}
     shares["copy_rate"] = ("copied", machine.memory_rate)
+    shares["operation_rate"] = ("operated", machine.memory_rate)
     changed: dict[str, Any] = {
         field: constants[name] / peak for name, (field, peak) in shares.items() if name in constants
     }

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PretrainedConfig
 
 from weft.launch.simulated import Simulation
 from weft.models import hf
-from weft.models.experts import group_experts
+from weft.models.experts import expert_blocks, group_experts, hides_routers
 from weft.models.fused_norms import fuse_norms
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.head import KnownGrad, LogitTransform, chunked_readouts
-from weft.ops.shapes import GroupedProducts
+from weft.ops.shapes import FusedNorms, GroupedProducts
 from weft.parallel.activations import RowSharing, keep_one_of_each_kind
 from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.divide import tensor_parallel
@@ -48,10 +47,12 @@ _FREE_OPERATIONS = frozenset(
 @dataclass(frozen=True)
 class Work:
     """One direction of a layer. bytes: read and written per token, without matmuls and attention. operations: launched
-    by the host for a row, including matmuls."""
+    by the host for a row, including matmuls. experts: the part of `bytes` in blocks of routers and experts that stay
+    outside of the graphs of compiled layers."""
 
     bytes: float
     operations: int
+    experts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,31 +115,6 @@ def _attend(
     return out.transpose(1, 2), None
 
 
-class _FusedNorms(TorchFunctionMode):
-    """Replaces torch's fused RMSNorm, which does not support meta tensors, with passes over as many bytes."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.rms_norm:
-            return _Norm.apply(args[0], kwargs["weight"])
-        return func(*args, **(kwargs or {}))
-
-
-class _Norm(torch.autograd.Function):
-    """Forward reads one row and writes one. Backward reads two rows and writes one; the weight's gradient costs two
-    more."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        upstream.clone()
-        return x + upstream, torch.empty_like(weight)
-
-
 def layer_passes(
     config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = _NOT_SHARED, *, fused_norms: bool = False
 ) -> list[LayerPasses]:
@@ -171,7 +147,8 @@ def layer_passes(
         module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     for hook in hooks:
         hook.remove()
-    by_layer = {number: _of_layer(module.layers[number][1], *call) for number, call in calls.items()}
+    hidden = hides_routers(layer for _, layer in module.layers)
+    by_layer = {number: _of_layer(module.layers[number][1], *call, hidden) for number, call in calls.items()}
     return [by_layer[first] for first in firsts]
 
 
@@ -182,22 +159,35 @@ def usual_passes(layers: int, hidden: int, tp: int) -> list[LayerPasses]:
     return [usual] * layers
 
 
-def _of_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerPasses:
-    """Runs the layer on its arguments, with gradients of its hidden states and weights."""
-    args, kwargs = (
-        _trained(args),
-        {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        | ({"hidden_states": _trained((kwargs["hidden_states"],))[0]} if "hidden_states" in kwargs else {}),
+def _of_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: bool) -> LayerPasses:
+    """Runs the layer on its arguments, with gradients of its hidden states and weights. hidden: whether blocks of
+    experts stay outside of graphs."""
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    blocks = expert_blocks(layer) if hidden else []
+    hooks = [block.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for block in blocks]
+    forward, backward = _run(layer, args, kwargs)
+    for hook in hooks:
+        hook.remove()
+    of_blocks = [_run(*call) for call in calls]
+    return LayerPasses(
+        replace(forward, experts=sum(ahead.bytes for ahead, _ in of_blocks)),
+        replace(backward, experts=sum(back.bytes for _, back in of_blocks)),
     )
-    with _FusedNorms(), GroupedProducts(), _Counted() as forward:
-        out = layer(*args, **kwargs)
+
+
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Work, Work]:
+    """The work of a module's forward and backward, whose gradients are the first of the module's weights."""
+    module.zero_grad(set_to_none=True)
+    args = _trained(args)
+    if "hidden_states" in kwargs:
+        kwargs = kwargs | {"hidden_states": _trained((kwargs["hidden_states"],))[0]}
+    with FusedNorms(), GroupedProducts(), _Counted() as forward:
+        out = module(*args, **kwargs)
     hidden: Tensor = out[0] if isinstance(out, tuple) else out
     upstream = torch.empty_like(hidden)
     with GroupedProducts(), _Counted() as backward:
         hidden.backward(upstream)
-    return LayerPasses(
-        Work(forward.bytes / _TOKENS, forward.operations), Work(backward.bytes / _TOKENS, backward.operations)
-    )
+    return Work(forward.bytes / _TOKENS, forward.operations), Work(backward.bytes / _TOKENS, backward.operations)
 
 
 def _trained(args: Sequence[Any]) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from itertools import groupby
 
 from weft.config.mesh import MeshSizes
 from weft.config.recompute import STORE_ALL, Activations
+from weft.models.flops import model_flops
 from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.holdings import RankShare, shares_by_stage
@@ -58,6 +59,9 @@ _COMPUTING = ("linear layers", "attention")
 # so the host waits once, after the update; other optimizers are launched after the norm has been read.
 LAUNCHES_OF_UPDATE = 1
 LAUNCHES_OF_OTHERS = 3
+# Attention of a document of n tokens reaches n / (n + SHORT) of the rate for long ones: on an H200 varlen reaches 172
+# TFLOP/s for 1,024 tokens, 247 for 4,096 and 273 for 16,384 (docs/benchmarks/gpu.md).
+SHORT = 640
 
 
 @dataclass(frozen=True)
@@ -197,20 +201,24 @@ def _passes(
     tokens = load.tokens / load.micro_batches
     stage_passes = [passes[layer] for layer in model.layers(mesh.pp, holdings.coordinates.pp)]
     recomputed = 0.0 if activations.recompute is None else 1.0 / activations.recompute.every
-    ahead = sum(layer.forward.bytes for layer in stage_passes)
-    back = sum(layer.backward.bytes for layer in stage_passes) + recomputed * ahead
     operations = sum(layer.forward.operations for layer in stage_passes)
     backward = sum(layer.backward.operations for layer in stage_passes) + recomputed * operations
     fused = machine.fused if model.config.model.compile is True else 1.0
-    forward_bytes, backward_bytes = fused * ahead * tokens, fused * back * tokens
+    ahead, back = (
+        sum(fused * (work.bytes - work.experts) + work.experts for work in direction)
+        for direction in zip(*((layer.forward, layer.backward) for layer in stage_passes), strict=True)
+    )
+    of_layers = machine.operating(ahead * tokens), machine.operating((back + recomputed * ahead) * tokens)
+    forward_bytes = backward_bytes = 0.0
     if holdings.coordinates.pp == last_place(model, mesh):
         # If gradients of the outputs are known, the head computes nearly all in forward; otherwise in backward.
-        of_head = model.head_passes(mesh.tp) * load.predicted / load.micro_batches
+        head_bytes = model.head_passes(mesh.tp) * load.predicted / load.micro_batches
         if model.samples:
-            backward_bytes += of_head
+            backward_bytes = head_bytes
         else:
-            forward_bytes += of_head
-    seconds = machine.passing(forward_bytes), machine.passing(backward_bytes)
+            forward_bytes = head_bytes
+    of_head = machine.passing(forward_bytes), machine.passing(backward_bytes)
+    seconds = of_layers[0] + of_head[0], of_layers[1] + of_head[1]
     return seconds, (operations * machine.launch, backward * machine.launch)
 
 
@@ -277,7 +285,9 @@ def _flops(
     frozen = model.built.flops.frozen
     ahead = 1 / 2 if frozen else 1 / 3
     linear = of_rank * rows.linear
-    attending = of_rank * (1 - rows.linear) * len(stage_layers) / len(layer_costs)
+    attending = of_rank * (1 - rows.linear)
+    attending += model_flops(model.built.flops)[1] * SHORT * rows.load.tokens / rows.load.micro_batches / mesh.tp
+    attending *= len(stage_layers) / len(layer_costs)
     trained = linear * (layers + of_head)
     forward, backward = trained * ahead, trained * (1 - ahead)
     recompute = activations.recompute
