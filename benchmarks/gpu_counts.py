@@ -34,7 +34,6 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -47,6 +46,7 @@ from weft.engine.losses.base import CrossEntropy
 from weft.launch import simulated
 from weft.launch.machine import ACCELERATORS
 from weft.launch.process import fake_ranks
+from weft.models import fused_norms
 from weft.recipes.plan.simulate import Step, make_state, plan_of, rows_of
 
 RATE, BYTES = 700e12, 3.0e12  # of one H100, as matmuls and passes over memory reach them
@@ -150,16 +150,11 @@ def counting() -> Iterator[OperationCounts]:
         return original(values, planned)
 
     _Norm.counts = _Graph.counts = counts
-    rms_norm = functional.rms_norm
-
-    def norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, shape, weight, eps) if torch.compiler.is_compiling() else _Norm.apply(x, weight)
-
     with ExitStack() as patched:
         for module in [m for name, m in sys.modules.items() if name.startswith("weft.")]:
             if getattr(module, "read", None) is original:
                 patched.enter_context(mock.patch.object(module, "read", read))
-        patched.enter_context(mock.patch.object(functional, "rms_norm", norm))
+        patched.enter_context(mock.patch.object(fused_norms, "shapes_of_norm", _Norm.apply))
         patched.enter_context(counts)
         yield counts
 

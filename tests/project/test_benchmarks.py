@@ -250,18 +250,28 @@ def test_gaps_of_the_device_have_the_frame_that_the_host_was_in() -> None:
 def test_constants_for_the_planner_are_those_of_the_rows() -> None:
     parts = {
         "rates": [
-            {"what": "matmul 8192^3", "rate": 800.0}, {"what": "matmul 8192^3, after two seconds of it", "rate": 700.0},
+            {"what": "matmul 8192^3", "rate": 800.0}, {"what": "matmul 8192^3, after two seconds of it", "rate": 650.0},
+            {"what": "matmuls of a 4b layer, forward and backward, 8192 tokens", "rate": 700.0},
             {"what": "device to device, read + written", "rate": 2800.0},
             {"what": "host to device, pinned", "note": "failed: x"},
         ],
-        "profile": [{"model": "0.6b", "ms a step": 90.0}, {"model": "0.6b, 256 tokens", "us of an operation": 4.0}],
+        "profile": [
+            {"model": "0.6b", "ms a step": 90.0, "operations GB/s": 1000.0},
+            {"model": "0.6b, 256 tokens", "us of an operation": 4.0}, {"model": "4b", "operations GB/s": 1500.0},
+        ],
         "kernels": [
             {"kernel": "varlen", "documents": 47, "TFLOP/s": 100.0}, {"kernel": "flex"},
             {"kernel": "varlen", "documents": 1, "TFLOP/s": 350.0},
         ],
     }  # fmt: skip
     assert gpu.measured(parts) == pytest.approx(
-        {"matmul_rate": 700e12, "copy_rate": 2.8e12, "launch": 4e-6, "attention_rate": 350e12}
+        {
+            "matmul_rate": 700e12,
+            "copy_rate": 2.8e12,
+            "launch": 4e-6,
+            "attention_rate": 350e12,
+            "operation_rate": 1.5e12,
+        }
     )
     assert gpu.measured({}) == {}
 
@@ -346,7 +356,7 @@ def test_cases_of_sft_have_layers_that_fit_into_80_gb(tmp_path: Path) -> None:
                 peak = peak_of(shape, case.tokens, case.recompute, layers)
                 assert peak < CARD, case
                 needed = sizes.needed("weft", layers, case.tokens, case.recompute)
-                assert 0.97 * peak < needed < 1.25 * peak, case
+                assert 0.97 * peak < needed < 1.5 * peak, case  # the plain loop's norms store more than fused ones
 
 
 @pytest.mark.slow

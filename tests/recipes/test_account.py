@@ -90,7 +90,7 @@ def test_each_proposal_is_taken_as_it_is_printed_and_saves_what_it_says(case: st
 @pytest.mark.covers("model.recompute")
 def test_auto_takes_the_least_time_of_what_fits(checkout: Path) -> None:
     chosen = []
-    for gib in (200, 80, 40, 24, 1):
+    for gib in (200, 64, 40, 24, 1):
         config, line = with_chosen_recompute(
             config_of("model.recompute=auto"), 8, "cpu", replace(H100, memory=gib << 30)
         )

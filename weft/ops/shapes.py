@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.ops.attention_call import Call
@@ -66,14 +65,11 @@ class GroupedProducts(TorchDispatchMode):
         return a.new_empty(shape)
 
 
-class FusedNorms(TorchFunctionMode):
-    """A mode that replaces torch's fused RMSNorm, which does not support meta tensors, by passes over as many bytes. It
-    saves the same tensors, but for one number per row."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.rms_norm:
-            return _Norm.apply(args[0], kwargs["weight"])
-        return func(*args, **(kwargs or {}))
+def shapes_of_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's fused RMSNorm, which meta tensors and simulations do not support, as passes over as many bytes. It saves
+    the same tensors, but for one number per row."""
+    out: Tensor = _Norm.apply(x, weight)
+    return out
 
 
 class _Norm(torch.autograd.Function):

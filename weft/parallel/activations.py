@@ -26,7 +26,7 @@ from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
 from weft.ops.offload import LAYERS_IN_FLIGHT, NARROW, PAGE
 from weft.ops.recompute import LayerResults, contexts, reuse_in_recompute
-from weft.ops.shapes import FusedNorms, GroupedProducts
+from weft.ops.shapes import GroupedProducts
 from weft.parallel.mesh import TPAxis
 from weft.parallel.pp.model import PlaceholderLayer
 from weft.parallel.shards.adapter_files import plan_lora
@@ -146,12 +146,13 @@ class Saved:
 class LayerSetup:
     """How layers are set up, as far as it decides what they store. tiled: whether MLPs run over tiles of tokens.
     fused_norms: the engine's decision for model.fused_norms. compiled: whether layers are compiled. lora: the adapters
-    of a frozen base; None if all weights are trained."""
+    of a frozen base; None if all weights are trained. exchanged: whether rows are sent to experts of other ranks."""
 
     tiled: bool = False
     fused_norms: bool = False
     compiled: bool = False
     lora: LoraConfig | None = None
+    exchanged: bool = False
 
 
 def saved_bytes(
@@ -171,7 +172,9 @@ def saved_bytes(
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     adapters = None if setup.lora is None else plan_lora(model, setup.lora)
     module = TrainModule(model)
-    group_experts(module)
+    if not setup.exchanged:
+        # Rows that are exchanged exist twice. Simulations of mesh.ep agree with what stock experts store.
+        group_experts(module)
     if adapters is not None:
         attach(module, adapters)
         freeze_base(module, adapters)
@@ -237,7 +240,6 @@ def saved_bytes(
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         GroupedProducts(),
-        FusedNorms(),
         products,
         running,
     ):

@@ -297,12 +297,12 @@ class Blueprint:
             self._ulysses[cp, tp] = ulysses
         return self._ulysses[cp, tp]
 
-    def saved(self, shared: RowSharing, *, tiled: bool = False) -> Saved:
-        """The activations that a row stores for backward. tiled: whether MLPs run over tiles of tokens. Raises the
-        error of a family that cannot run on meta."""
+    def saved(self, shared: RowSharing, *, tiled: bool = False, exchanged: bool = False) -> Saved:
+        """The activations that a row stores for backward. tiled, exchanged: as in LayerSetup. Raises the error of a
+        family that cannot run on meta."""
         fused = fuses_norms(self.config, self.setup.ranks.device)
         lora = self.config.lora if self.config.lora.on else None
-        setup = LayerSetup(tiled, fused, self.config.model.compile is True, lora)
+        setup = LayerSetup(tiled, fused, self.config.model.compile is True, lora, exchanged)
         if (shared, setup) not in self._saved:
             self._saved[shared, setup] = saved_bytes(self.built.config, self.setup.precision.compute, shared, setup)
         return self._saved[shared, setup]

@@ -125,7 +125,7 @@ def _of_stage(
     if not model.setup.trained:
         return memory
     try:
-        saved = model.saved(sharing(model, mesh, rows), tiled=activations.tile is not None)
+        saved = model.saved(sharing(model, mesh, rows), tiled=activations.tile is not None, exchanged=mesh.ep > 1)
     except Exception as error:  # of any type: some families need values
         return replace(memory, unknown=type(error).__name__)
     layers = model.layers(mesh.pp, holdings.coordinates.pp)

@@ -27,7 +27,7 @@ from weft.models.fused_norms import fuse_norms
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.head import KnownGrad, LogitTransform, chunked_readouts
-from weft.ops.shapes import FusedNorms, GroupedProducts
+from weft.ops.shapes import GroupedProducts
 from weft.parallel.activations import RowSharing, keep_one_of_each_kind
 from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.divide import tensor_parallel
@@ -181,7 +181,7 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     args = _trained(args)
     if "hidden_states" in kwargs:
         kwargs = kwargs | {"hidden_states": _trained((kwargs["hidden_states"],))[0]}
-    with FusedNorms(), GroupedProducts(), _Counted() as forward:
+    with GroupedProducts(), _Counted() as forward:
         out = module(*args, **kwargs)
     hidden: Tensor = out[0] if isinstance(out, tuple) else out
     upstream = torch.empty_like(hidden)

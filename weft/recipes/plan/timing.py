@@ -180,7 +180,7 @@ def _hosted_seconds(
         return 0.0
     tokens, layers = round(rows.load.tokens / rows.load.micro_batches), model.layers(mesh.pp, holdings.coordinates.pp)
     try:
-        saved = model.saved(sharing(model, mesh, rows), tiled=activations.tile is not None)
+        saved = model.saved(sharing(model, mesh, rows), tiled=activations.tile is not None, exchanged=mesh.ep > 1)
     except Exception:  # of any type: some families need values
         return 0.0
     size = saved.moved(tokens, activations, layers) + sum(kept_rows(model, mesh, tokens, layers, activations))
