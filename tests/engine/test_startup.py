@@ -165,6 +165,12 @@ def test_the_length_that_chooses_a_rotary_table(kind: str, nested: bool) -> None
     assert limit({"rope_type": "llama3", "original_max_position_embeddings": 16}) is None
 
 
+def test_a_dynamic_table_of_few_positions_is_checked_below_them() -> None:
+    """Documents of the checks are longer than its 32 positions; those of a run are refused above them."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert examine(tiny_config("llama", max_position_embeddings=32, rope_parameters=rope)).layout == "packed"
+
+
 # ---------------------------------------------------------------- refusals
 
 

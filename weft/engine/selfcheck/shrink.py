@@ -97,6 +97,8 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     for rope in rope_parameters(text):
         if "original_max_position_embeddings" in rope:
             rope["original_max_position_embeddings"] = _ORIGINAL_POSITIONS
+        elif rope.get("rope_type") == "dynamic":  # documents of checks stay below its limit, as those of a run do
+            text.max_position_embeddings = max(text.max_position_embeddings, _ORIGINAL_POSITIONS)
     if getattr(text, "original_max_position_embeddings", None):
         text.original_max_position_embeddings = _ORIGINAL_POSITIONS
     if hasattr(text, "initializer_range"):
