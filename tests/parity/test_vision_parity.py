@@ -25,7 +25,7 @@ from weft.verify.image_documents import shown, text_ids
 
 
 def parity(
-    path: str, mesh: str, sections: dict[str, dict[str, Any]], bare: bool = True, videos: bool = False, steps: int = 2
+    path: str, mesh: str, sections: dict[str, dict[str, Any]], bare: bool = True, videos: bool = False, steps: int = 3
 ) -> Verdict | None:
     """The verdict of `weft verify`'s own function on this mesh; on rank 0. bare: the last of several steps is text
     alone. videos: with some beside images, and instead of them."""

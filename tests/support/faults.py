@@ -68,8 +68,7 @@ class FaultRun(forked.Run):
 
 def _settle(fault: Fault | None, group: Path | None, nohup: bool) -> None:
     enter(group)
-    if nohup:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)  # this program may run under nohup, too
     if fault is not None:
         prepare(fault)
 

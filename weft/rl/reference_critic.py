@@ -6,7 +6,6 @@ group and work at the same time as the trainers. A TrainerRank has no engine for
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,17 +58,18 @@ def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
 
 def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:
     """Set on each sample the arrays that the roles have read. parts: the result of read_all on each rank. Raises as
-    check_readings, and RuntimeError if a role has not read each sample once."""
-    counts = Counter[Role]()
+    check_readings, and RuntimeError if a role has not read each sample. Ranks of mesh.cp that share a document all have
+    its readings."""
+    read: dict[Role, set[int]] = {}
     for part in parts:
         for role, readings in part.items():
-            counts[role] += len(readings)
+            read.setdefault(role, set()).update(readings)
             for index, values in readings.items():
                 check_readings(role, values, samples[index])
                 setattr(samples[index], READS[role], values)
-    for role, count in counts.items():
-        if count != len(samples):
-            raise RuntimeError(f"the {role} has read {count} of {len(samples)} samples")
+    for role, indices in read.items():
+        if len(indices) != len(samples):
+            raise RuntimeError(f"the {role} has read {len(indices)} of {len(samples)} samples")
 
 
 def check_readings(role: Role, values: Floats, sample: Sample) -> None:
