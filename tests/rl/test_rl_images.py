@@ -103,7 +103,7 @@ def test_a_prompt_that_no_row_takes_is_named_before_training(data: Path, tmp_pat
     (data / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [f"data.path={data}/large.jsonl", "rollout.max_prompt_tokens=60", "rl.reward=[length]"]
     message = (
-        r"large.jsonl:2, with rollout.max_new_tokens = 5: has \d+ tokens, and its images, 96 patches, need as much"
+        r"large.jsonl:2, with rollout.max_new_tokens = 5: has \d+ tokens, and its images \(96 patches\) need as much"
     )
     with pytest.raises(UserError, match=rf"^\S*{message}"):
         run_config(config_of(data, tmp_path / "run", *keys, "step.max_tokens_per_device=66"))
