@@ -409,7 +409,7 @@ def test_a_comparison_after_a_sync_knows_what_truncation_explains(
             "top_p 0.99, top_k 100: excluded tokens",
         ),
         ({"engine": "vllm", "min_p": 0.1, "allow_truncated": True}, "vllm does not report the kept probability mass"),
-        ({"top_k": 3}, "the policy is trained as if they could be (sampling/kept_share"),
+        ({"top_k": 3}, "the policy is trained as if they could be (metric sampling/kept_share"),
     ],
 )
 def test_truncated_sampling_is_said_at_the_start(keys: dict[str, Any], words: str) -> None:
@@ -552,7 +552,7 @@ def test_the_tables_of_algorithms_are_current() -> None:
         (["rl.gae_lambda=0.9"], "only rl.advantage=gae reads it"),
         (
             ["rl.policy_loss=reinforce", "rl.clip=[0.1, 0.1]"],
-            "only rl.policy_loss=ppo, ppo_sequence, cispo and gspo read it",
+            "only rl.policy_loss=ppo, ppo_sequence, cispo, gspo and dppo read it",
         ),
         (["rl.policy_loss=cispo", "rl.dual_clip=3"], "only rl.policy_loss=ppo, ppo_sequence and gspo read it"),
         (["rl.correction=mis", "rl.correction_limits=[0.5, 2]"], "or rl.correction=icepop"),

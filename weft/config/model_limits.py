@@ -49,8 +49,11 @@ def check_model(config: SftConfig | RlConfig, sizes: MeshSizes) -> None:
 
 def _read(path: str) -> dict[str, Any] | None:
     """config.json of a local folder; None if there is none. The code that builds the model reports a damaged file."""
+    file = Path(path) / "config.json"
+    if not file.is_file():  # reading a FIFO would wait
+        return None
     try:
-        content = strict_json.parse((Path(path) / "config.json").read_text(encoding="utf-8"))
+        content = strict_json.parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

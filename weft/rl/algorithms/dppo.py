@@ -25,7 +25,7 @@ def plain(logprob: Any, row: Any, keys: Any) -> Any:
 
     values = []
     for current, old, advantage in zip(logprob, row.old_logprobs, row.advantage, strict=True):
-        change = float(current.exp() - old.exp())
+        change = float(current.detach().exp() - old.exp())
         inside = change <= keys.clip[1] if advantage > 0 else change >= -keys.clip[0]
         values.append(_SQUARED * (current - old) ** 2 - (advantage * (current - old).exp() if inside else 0))
     return torch.stack(values)
