@@ -349,7 +349,7 @@ def compare_kernels() -> None:
         for with_direction in (False, True):
             results = []
             for has_kernel in (False, True):
-                head.has_kernel = lambda tile, has_kernel=has_kernel: has_kernel
+                head.uses_kernels = lambda tile, check, has_kernel=has_kernel: has_kernel
                 hidden, weight, bias, targets = problem(12, torch.bfloat16, vocabulary=300, width=16)
                 upstream = torch.linspace(0.5, 2.0, 12)
                 direction = KnownGrad(upstream) if with_direction else None

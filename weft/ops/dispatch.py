@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.launch.simulated import device_kind, is_simulated, read
+from weft.launch.simulated import read
 from weft.ops.communicator import Communicator, all_to_all
-from weft.ops.kernel_trial import try_kernels
+from weft.ops.kernel_trial import try_kernels, uses_kernels
 from weft.ops.recompute import reuse_in_recompute
 
 
@@ -167,7 +167,7 @@ def _gathered_sum(rows_SH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
     """[T, H]: the sum of each token's rows. It reads each row once and adds in fp32 in the order of choices, without
     atomics."""
     rows_SH, rows_TK = rows_SH.detach(), inverse(order_S).view(-1, chosen)
-    if _has_kernel(rows_SH):
+    if uses_kernels(rows_SH, check_kernel):
         return torch.ops.weft.sum_rows(rows_SH.contiguous(), rows_TK)
     return _plain_sum(rows_SH, rows_TK)
 
@@ -190,12 +190,6 @@ def _sum_rows(rows: Tensor, indices: Tensor) -> Tensor:
 @_sum_rows.register_fake
 def _(rows: Tensor, indices: Tensor) -> Tensor:
     return rows.new_empty(len(indices), rows.shape[1])
-
-
-def _has_kernel(rows: Tensor) -> bool:
-    if device_kind(rows.device) != "cuda" or rows.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return is_simulated() or check_kernel(rows.device, rows.dtype)
 
 
 @functools.cache

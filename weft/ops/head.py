@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from weft.launch.simulated import device_kind, device_memory, is_simulated
 from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
-from weft.ops.kernel_trial import try_kernels
+from weft.ops.kernel_trial import try_kernels, uses_kernels
 
 _MIB = 2**20
 # A tile reads (t + v) x H elements for t x v x H operations, so nearly square tiles are best. More tokens than this
@@ -409,7 +409,7 @@ def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, directio
     """Fill the running values of these tokens. Returns the gradient [t, V], defined as in `_gradient_of_tile`."""
     tile = logits.tile(rows, slice(0, len(logits.weight)))
     lse, picked = running.lse[rows], running.picked[rows]
-    if has_kernel(tile):
+    if uses_kernels(tile, check_kernels):
         inner, outer = logits.scaling
         torch.ops.weft.head_softmax_gradient(tile, targets, direction, lse, picked, inner, outer)
     else:
@@ -501,7 +501,7 @@ def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running:
     tile = logits.tile(rows, columns)
     targets, picked = targets - columns.start, running.picked[rows]
     outer = logits.scaling.outer
-    if has_kernel(tile):
+    if uses_kernels(tile, check_kernels):
         lse, entropy = torch.empty_like(picked), torch.empty_like(picked)
         largest = torch.full_like(picked, float("-inf")) if running.largest is None else running.largest[rows]
         torch.ops.weft.head_fold(tile, targets, lse, entropy, picked, largest, outer)
@@ -592,7 +592,7 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
     With p = softmax(z): d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy).
     """
     tile, targets = logits.tile(rows, columns), targets - columns.start
-    if has_kernel(tile):
+    if uses_kernels(tile, check_kernels):
         inner, outer = logits.scaling
         _, g_entropy, lse, value = upstream
         torch.ops.weft.head_gradient(tile, targets, lse, upstream.logprob, g_entropy, value, inner, outer)
@@ -660,14 +660,6 @@ def _gradient_kernel(
 
 for _operator in (_fold_kernel, _softmax_gradient_kernel, _gradient_kernel):
     _operator.register_fake(lambda *arguments: None)
-
-
-def has_kernel(tile: Tensor) -> bool:
-    """Whether the kernels of head_kernels.py can process this tile: it is 16-bit, on CUDA, and the kernels passed
-    check_kernels."""
-    if device_kind(tile.device) != "cuda" or tile.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return is_simulated() or check_kernels(tile.device, tile.dtype)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Compares Triton kernels with torch's operations on the run's device, before a run uses them."""
+"""Decides whether Triton kernels run, and compares them with torch's operations on the run's device before that."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
+
+from weft.launch.simulated import device_kind, is_simulated
+
+
+def uses_kernels(x: Tensor, check: Callable[[torch.device, torch.dtype], bool]) -> bool:
+    """Whether Triton kernels process this tensor: it is 16-bit, on CUDA, and the kernels passed `check`. Simulations,
+    which have no device, use them unchecked."""
+    if device_kind(x.device) != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return is_simulated() or check(x.device, x.dtype)
 
 
 def try_kernels(work: str, device: torch.device, worst: Callable[[], float]) -> bool:

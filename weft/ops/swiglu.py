@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.launch.simulated import device_kind, is_simulated
-from weft.ops.kernel_trial import try_kernels
+from weft.ops.kernel_trial import try_kernels, uses_kernels
 
 
 def weighted_swiglu(x_S2I: Tensor, weight_S: Tensor) -> Tensor:
@@ -27,14 +26,14 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_S2I: Tensor, weight_S: Tensor) -> Tensor:
         ctx.save_for_backward(x_S2I, weight_S)
-        if _has_kernel(x_S2I):
+        if uses_kernels(x_S2I, check_kernels):
             return torch.ops.weft.swiglu(x_S2I.contiguous(), weight_S.contiguous())
         return plain(x_S2I, weight_S)
 
     @staticmethod
     def backward(ctx: Any, grad_SI: Tensor) -> tuple[Tensor, Tensor]:
         x_S2I, weight_S = ctx.saved_tensors
-        if _has_kernel(x_S2I):
+        if uses_kernels(x_S2I, check_kernels):
             grads = torch.ops.weft.swiglu_gradient(grad_SI.contiguous(), x_S2I.contiguous(), weight_S.contiguous())
             return grads
         return plain_gradient(grad_SI, x_S2I, weight_S)
@@ -87,12 +86,6 @@ def _swiglu_gradient(upstream: Tensor, x: Tensor, weight: Tensor) -> tuple[Tenso
 @_swiglu_gradient.register_fake
 def _(upstream: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    if device_kind(x.device) != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return is_simulated() or check_kernels(x.device, x.dtype)
 
 
 @functools.cache
